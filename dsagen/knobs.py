@@ -1,0 +1,339 @@
+"""Every environment variable that dsagen reads; no other module touches the process environment.
+
+A knob is a typed record: `knobs.CACHE_DIR.get()` parses the variable `DSAGEN_CACHE_DIR` on each call, so a test or a
+serving process may change it at run time. An unset or empty variable gives the default. A value that does not parse
+raises `KnobError` with the variable's name, the value found and what is allowed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from dsagen.errors import KnobError
+
+T = TypeVar("T")
+
+PREFIX = "DSAGEN_"
+LOG_LEVELS = ("quiet", "error", "warning", "info", "debug")
+
+_TRUE = ("1", "true", "yes", "on")
+_FALSE = ("0", "false", "no", "off")
+_ARCH = re.compile(r"(?:sm_?)?(\d+)\.?(\d)([af]?)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Knob(Generic[T]):
+    """One environment variable of dsagen: its name, type, default, meaning and parser.
+
+    `fallbacks` are variables of other tools that are read, in order, when `name` itself is unset.
+    `in_key` says that the value takes part in the content key of a compiled kernel.
+    """
+
+    name: str
+    type_name: str
+    default: T
+    doc: str
+    parse: Callable[[str], T] = field(repr=False)
+    fallbacks: tuple[str, ...] = ()
+    in_key: bool = False
+
+    def raw(self) -> tuple[str, str] | None:
+        """The variable that decides and its text, or None where every candidate is unset or empty."""
+        for name in (self.name, *self.fallbacks):
+            text = os.environ.get(name, "")
+            if text.strip():
+                return name, text
+        return None
+
+    def get(self) -> T:
+        """The parsed value, or the default; raises KnobError for a value that is not allowed."""
+        found = self.raw()
+        if found is None:
+            return self.default
+        name, text = found
+        try:
+            return self.parse(text.strip())
+        except ValueError as error:
+            raise KnobError(
+                f"{name}={text!r}: {error}. Unset it to get the default ({self.describe_default()})."
+            ) from None
+
+    def is_set(self) -> bool:
+        """True when the variable or one of its fallbacks holds a value."""
+        return self.raw() is not None
+
+    def describe_default(self) -> str:
+        """The default as text for messages and for the doctor's table."""
+        if self.default is None or self.default == ():
+            return "not set"
+        if isinstance(self.default, bool):
+            return "1" if self.default else "0"
+        return str(self.default)
+
+
+@dataclass(frozen=True)
+class UnknownKnob:
+    """A DSAGEN_* variable that is set but that no knob reads; `suggestion` is the nearest knob, if any is near."""
+
+    name: str
+    value: str
+    suggestion: str | None
+
+    def message(self) -> str:
+        """One line for the doctor."""
+        hint = f"did you mean {self.suggestion}?" if self.suggestion else "`dsagen doctor` lists the known ones."
+        return f"{self.name} is set but dsagen reads no such variable; {hint}"
+
+
+def _parse_bool(text: str) -> bool:
+    if text.lower() in _TRUE:
+        return True
+    if text.lower() in _FALSE:
+        return False
+    raise ValueError(f"expected one of {', '.join(_TRUE)} or {', '.join(_FALSE)}")
+
+
+def _parse_jobs(text: str) -> int:
+    if not re.fullmatch(r"\d+", text) or int(text) < 1:
+        raise ValueError("expected a whole number of parallel compile jobs, 1 or more")
+    return int(text)
+
+
+def _parse_gigabytes(text: str) -> float:
+    if not re.fullmatch(r"\d+(\.\d*)?|\.\d+", text) or float(text) <= 0.0:
+        raise ValueError("expected a number of GiB above 0, for example 0.5")
+    return float(text)
+
+
+def _parse_path(text: str) -> Path:
+    path = _expand_user(text)
+    if not path.is_absolute():
+        raise ValueError(
+            "expected an absolute path (or one that starts with ~), since a relative one changes with the folder"
+        )
+    return path
+
+
+def _expand_user(text: str) -> Path:
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"cannot expand ~ in {text!r} ({error})") from None
+
+
+def _parse_existing_folder(text: str) -> str:
+    path = _parse_path(text)
+    if not path.is_dir():
+        raise ValueError("there is no such folder")
+    return str(path)
+
+
+def _parse_path_list(text: str) -> tuple[Path, ...]:
+    parts = text.split(":")
+    if any(not part.strip() for part in parts):
+        raise ValueError("an element is empty; expected folder[:folder...] with no leading, trailing or double colon")
+    return tuple(_parse_path(part.strip()) for part in parts)
+
+
+def _parse_arch_list(text: str) -> tuple[str, ...]:
+    archs: list[str] = []
+    for part in re.split(r"[\s,;]+", text):
+        match = _ARCH.fullmatch(part)
+        if match is None:
+            raise ValueError(f"{part!r} is no arch; expected a list such as 'sm_90a,sm_100a' or '9.0a 10.0a'")
+        arch = f"sm_{match[1]}{match[2]}{match[3].lower()}"
+        if arch not in archs:
+            archs.append(arch)
+    return tuple(archs)
+
+
+def _parse_flags(text: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise ValueError(f"not splittable into arguments ({error}); expected shell quoting") from None
+
+
+def _parse_log_level(text: str) -> str:
+    level = text.lower()
+    if level in LOG_LEVELS:
+        return level
+    near = difflib.get_close_matches(level, LOG_LEVELS, n=1)
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    raise ValueError(f"expected one of {', '.join(LOG_LEVELS)}{hint}")
+
+
+def _parse_log_dest(text: str) -> str:
+    return text if text in ("stderr", "stdout") else str(_parse_path(text))
+
+
+CACHE_DIR: Knob[tuple[Path, ...]] = Knob(
+    "DSAGEN_CACHE_DIR",
+    "folder[:folder...]",
+    (),
+    "Kernel store. Of a colon list the first writable folder is written, the others are read-only layers. "
+    "Default: $XDG_CACHE_HOME/dsagen, else ~/.cache/dsagen.",
+    _parse_path_list,
+)
+ARCH_LIST: Knob[tuple[str, ...]] = Knob(
+    "DSAGEN_ARCH_LIST",
+    "arch list",
+    (),
+    "Architectures to build for, in place of those that the spec lists, for example 'sm_90a,sm_100a'.",
+    _parse_arch_list,
+)
+NO_JIT: Knob[bool] = Knob(
+    "DSAGEN_NO_JIT",
+    "bool",
+    False,
+    "1: never compile while loading; a kernel that is not in the store is an error.",
+    _parse_bool,
+)
+MAX_JOBS: Knob[int | None] = Knob(
+    "DSAGEN_MAX_JOBS",
+    "int >= 1",
+    None,
+    "Most compile jobs at once; further bounded by usable cores and free memory. MAX_JOBS is read when it is unset.",
+    _parse_jobs,
+    fallbacks=("MAX_JOBS",),
+)
+JOB_MEM_GB: Knob[float] = Knob(
+    "DSAGEN_JOB_MEM_GB",
+    "float > 0 (GiB)",
+    0.5,
+    "Memory reckoned for one compile job when the job count is chosen.",
+    _parse_gigabytes,
+)
+NVCC: Knob[Path | None] = Knob(
+    "DSAGEN_NVCC",
+    "file",
+    None,
+    "The nvcc to use; nothing else is searched and a bad value is an error.",
+    _parse_path,
+)
+EXTRA_NVCC_FLAGS: Knob[tuple[str, ...]] = Knob(
+    "DSAGEN_EXTRA_NVCC_FLAGS",
+    "shell words",
+    (),
+    "Flags added to every compile, after dsagen's own (-Xptxas options go to the ptxas step); part of a kernel's key.",
+    _parse_flags,
+    in_key=True,
+)
+LOG: Knob[str] = Knob(
+    "DSAGEN_LOG",
+    "|".join(LOG_LEVELS),
+    "warning",
+    "How much dsagen logs; 'info' prints a line per compiled kernel, 'debug' adds store look-ups and commands.",
+    _parse_log_level,
+)
+LOG_DEST: Knob[str] = Knob(
+    "DSAGEN_LOG_DEST",
+    "stderr, stdout or file",
+    "stderr",
+    "Where the log goes.",
+    _parse_log_dest,
+)
+DEBUG_SYNC: Knob[bool] = Knob(
+    "DSAGEN_DEBUG_SYNC",
+    "bool",
+    False,
+    "1: synchronise after each launch and name the kernel and its arguments when the device reports a fault.",
+    _parse_bool,
+)
+CHECK_INDICES: Knob[bool] = Knob(
+    "DSAGEN_CHECK_INDICES",
+    "bool",
+    False,
+    "1: check ids and lengths on the device before each launch; one outside its range is an error instead of masked.",
+    _parse_bool,
+)
+PEER_SITE: Knob[str | None] = Knob(
+    "DSAGEN_PEER_SITE",
+    "folder",
+    None,
+    "Folder appended to the import path while `dsagen bench` looks for the kernel libraries that it compares with.",
+    _parse_existing_folder,
+)
+
+_KNOBS: tuple[Knob[Any], ...] = (
+    CACHE_DIR,
+    ARCH_LIST,
+    NO_JIT,
+    MAX_JOBS,
+    JOB_MEM_GB,
+    NVCC,
+    EXTRA_NVCC_FLAGS,
+    LOG,
+    LOG_DEST,
+    DEBUG_SYNC,
+    CHECK_INDICES,
+    PEER_SITE,
+)
+
+# Variables of other tools that dsagen reads as they are, and why. The three NVCC/CPATH ones change what nvcc emits.
+FOREIGN_VARIABLES: Mapping[str, str] = {
+    "CUDA_HOME": "root of a CUDA toolkit, searched for bin/nvcc",
+    "CUDA_PATH": "root of a CUDA toolkit, searched after CUDA_HOME",
+    "PATH": "searched for nvcc and the host compiler",
+    "NVCC_PREPEND_FLAGS": "flags that nvcc reads by itself; part of a kernel's key",
+    "NVCC_APPEND_FLAGS": "flags that nvcc reads by itself; part of a kernel's key",
+    "CPATH": "include path that the host preprocessor reads by itself; part of a kernel's key",
+    "XDG_CACHE_HOME": "parent of the default kernel store",
+    "HOME": "home folder, parent of ~/.cache/dsagen",
+    "CUDA_VISIBLE_DEVICES": "devices that the driver shows; printed by the doctor",
+    "LD_LIBRARY_PATH": "where the driver library may be found; printed by the doctor",
+}
+CODE_CHANGING_VARIABLES = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "CPATH")
+
+
+def all_knobs() -> tuple[Knob[Any], ...]:
+    """Every knob, in the order in which the doctor prints them."""
+    return _KNOBS
+
+
+def unknown_knobs() -> list[UnknownKnob]:
+    """The DSAGEN_* variables of the environment that no knob reads, each with the nearest known name."""
+    known = {knob.name.removeprefix(PREFIX): knob.name for knob in _KNOBS}
+    found = []
+    for name in sorted(os.environ):
+        stem = name.removeprefix(PREFIX)
+        if name.startswith(PREFIX) and stem not in known:
+            near = difflib.get_close_matches(stem, known, n=1)
+            found.append(UnknownKnob(name, os.environ[name], known[near[0]] if near else None))
+    return found
+
+
+def foreign(name: str) -> str | None:
+    """The text of another tool's variable, or None when it is unset or empty; `name` must be in FOREIGN_VARIABLES."""
+    if name not in FOREIGN_VARIABLES:
+        raise KeyError(f"{name} is not declared in knobs.FOREIGN_VARIABLES")
+    return os.environ.get(name) or None
+
+
+def code_changing_environment() -> dict[str, str]:
+    """The variables that nvcc reads by itself and that change what it emits, those that are set; part of the key."""
+    return {name: text for name in CODE_CHANGING_VARIABLES if (text := foreign(name)) is not None}
+
+
+def default_cache_dir() -> Path:
+    """The store's folder when DSAGEN_CACHE_DIR is unset; raises KnobError where no home folder can be told."""
+    xdg = foreign("XDG_CACHE_HOME")
+    # The XDG rule: a relative value is invalid and to be ignored.
+    if xdg is not None and Path(xdg).is_absolute():
+        return Path(xdg) / "dsagen"
+    try:
+        return Path.home() / ".cache" / "dsagen"
+    except RuntimeError as error:
+        raise KnobError(f"no home folder ({error}): set DSAGEN_CACHE_DIR to a folder for compiled kernels") from None
+
+
+def child_environment(**changes: str) -> dict[str, str]:
+    """A copy of the whole environment for a child process, with `changes` applied."""
+    return {**os.environ, **changes}
