@@ -168,5 +168,5 @@ def _refusal(name: str, text: str, major: int, minor: int, suffix: str) -> str:
 
 def _nearest(text: str) -> str:
     spelled = text if text.startswith("sm_") else f"sm_{text.removeprefix('sm')}"
-    close = difflib.get_close_matches(spelled, ARCHS, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(spelled, ARCHS, n=1, cutoff=0.75)
     return f" (did you mean {close[0]}?)" if close else ""
