@@ -1,6 +1,7 @@
 """KV-cache formats as records: which bytes of a page hold which element of a token, and what its scale means.
 
-A token is one or more *segments* (values, RoPE, scales). Element `i` of a segment, for the token at `offset` in `page`, is at
+A token is one or more *segments* (values, RoPE, scales). Element `i` of a segment, of the token at `offset` in `page`,
+is at
 
     page * page_stride_bytes + section_bytes_per_token * page_size
         + offset * token_stride_bytes + offset_bytes + i * element size
@@ -55,7 +56,8 @@ class CacheTensor:
     """One tensor [pages, page_size, 1, columns] that carries bytes of the format.
 
     `columns` counts elements of its dtype. `logical_stride_bytes` is what the tensor's stride(1) must be;
-    `io_stride_bytes` is the distance between the data rows of neighbouring tokens. They differ when scales lie behind the page (V4: 584 and 576).
+    `io_stride_bytes` is the distance between the data rows of neighbouring tokens. They differ when scales lie behind
+    the page (V4: 584 and 576).
     """
 
     name: str
@@ -110,8 +112,8 @@ class KvFormat:
 
     `format_id` names the record everywhere (slugs, evidence), `family` is what a spec writes together with `layout` and
     `scale_kind`. Dims 0 .. d_qk-1 are scored; dims 0 .. d_v-1 are summed; the last `d_rope` of d_qk are rotary
-    (0: the record does not tell), and `rope_in_v` says whether they belong to V as well. Writers round a page's stride up
-    to `page_granule_bytes`; readers accept any multiple of CACHE_ALIGNMENT_BYTES.
+    (0: the record does not tell), and `rope_in_v` says whether they belong to V as well. Writers round the stride of
+    pages up to `page_granule_bytes`; readers accept any multiple of CACHE_ALIGNMENT_BYTES.
     """
 
     format_id: str

@@ -1,0 +1,279 @@
+"""DeploymentSpec: what a user declares about a deployment, validated as a whole.
+
+    model: v32
+    heads: 16
+    archs: [sm_90a]
+    ops: [sparse_decode]
+
+The model preset fills what is left out; a loaded spec is complete, so printing it shows every decision. What is decided
+at run time (batch, s_q, page size, strides, lengths) has no place here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from dsagen.arch import ARCHS, Arch, arch
+from dsagen.errors import SpecError
+from dsagen.kv_format import KV_FAMILIES, KV_FORMATS, KvFormat, extra_cache_problem, resolve_kv_format
+from dsagen.model import MODELS, ModelPreset, model_preset
+from dsagen.spec_defaults import NO_EXTRA_CACHE, complete
+from dsagen.spec_problems import (
+    MAX_HEADS,
+    MAX_ROW_ELEMENTS,
+    MAX_TOPK,
+    Problem,
+    ProblemError,
+    describe_validation_error,
+    problem,
+)
+from dsagen.spec_source import (
+    SpecSource,
+    parse_spec_text,
+    read_spec_source,
+    resolve_spec_path,
+    shipped_spec_folder,
+    shipped_specs,
+)
+
+__all__ = [
+    "DeploymentSpec",
+    "DimsSpec",
+    "ExtraKvSpec",
+    "InvalidSpecError",
+    "KvSpec",
+    "LseSpec",
+    "json_schema",
+    "known_ops",
+    "load_spec",
+    "parse_spec",
+    "resolve_spec_path",
+    "shipped_spec_folder",
+    "shipped_specs",
+]
+
+# Names reach file names, logs and tables; this pattern has no room for code, templates or paths.
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
+
+# A format may be written as its family, or as a record id that says the layout or scale too.
+_FORMAT_NAMES: Any = list(dict.fromkeys((*KV_FAMILIES, *KV_FORMATS)))
+
+Capacity = Annotated[int, Field(ge=1, le=MAX_TOPK)]
+
+
+class InvalidSpecError(SpecError):
+    """A spec with problems, each with the key path it concerns."""
+
+    def __init__(self, problems: list[Problem], source: SpecSource | None = None) -> None:
+        self.problems = problems
+        super().__init__("\n".join(p.message(source) for p in problems))
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class KvSpec(_Part):
+    """A KV cache: format family, layout and what its scales may be."""
+
+    format: str = Field(json_schema_extra={"enum": _FORMAT_NAMES})
+    layout: Literal["interleaved", "page_split"]
+    scale: Literal["none", "fp32", "fp32_pow2", "ue8m0", "e4m3"]
+
+
+class ExtraKvSpec(KvSpec):
+    """A second KV cache in the same softmax, with its own capacity in index columns."""
+
+    topk: Capacity
+
+
+class DimsSpec(_Part):
+    """Width of a scored row and of a summed row, in elements."""
+
+    d_qk: int = Field(ge=1, le=MAX_ROW_ELEMENTS)
+    d_v: int = Field(ge=1, le=MAX_ROW_ELEMENTS)
+
+
+class LseSpec(_Part):
+    """Base of the returned log-sum-exp, and its value for a row without keys."""
+
+    base: Literal["e", 2] = "e"
+    empty: Literal["+inf", "-inf"] = "+inf"
+
+
+class DeploymentSpec(_Part):
+    """One deployment, complete. Build it with `load_spec` or from keywords; both raise SpecError with every problem."""
+
+    name: str = Field(pattern=NAME_PATTERN)
+    model: str = Field(json_schema_extra={"enum": list(MODELS)})
+    heads: int = Field(ge=1, le=MAX_HEADS, description="query heads on this rank")
+    archs: tuple[str, ...] = Field(min_length=1, json_schema_extra={"items": {"enum": list(ARCHS)}})
+    ops: tuple[str, ...] = Field(min_length=1)
+    kv: KvSpec
+    extra_kv: ExtraKvSpec | None
+    topk: Capacity = Field(description="capacity of the main cache's index row, in columns")
+    dims: DimsSpec
+    lse: LseSpec = LseSpec()
+    determinism: Literal["off", "batch_invariant"] = "off"
+
+    def __init__(self, /, **data: Any) -> None:
+        try:
+            super().__init__(**complete(data))
+        except ProblemError as error:
+            raise InvalidSpecError([error.problem]) from None
+        except ValidationError as error:
+            raise InvalidSpecError(describe_validation_error(error, type(self))) from None
+
+    @field_validator("archs", "ops", mode="before")
+    @classmethod
+    def _list_of_words(cls, value: Any, info: Any) -> tuple[str, ...]:
+        if isinstance(value, str):
+            raise problem((info.field_name,), f"must be a list: write [{value}]", value)
+        if not isinstance(value, list | tuple):
+            raise problem((info.field_name,), "must be a list of names", value)
+        check = _arch_name if info.field_name == "archs" else _op_name
+        words: list[str] = []
+        for index, item in enumerate(value):
+            path = (info.field_name, index)
+            word = check(path, item)
+            if word in words:
+                raise problem(path, f"is listed twice (both mean {word})", item)
+            words.append(word)
+        return tuple(words)
+
+    @model_validator(mode="after")
+    def _no_contradiction(self) -> Self:
+        dims, record = self.dims, self.kv_format
+        if dims.d_v > dims.d_qk:
+            raise problem(
+                ("dims", "d_v"), f"must not exceed d_qk {dims.d_qk}: V is a part of each scored row", dims.d_v
+            )
+        if dims.d_v != record.d_v:
+            raise problem(("dims", "d_v"), f"format {record.format_id} holds d_v {record.d_v}", dims.d_v)
+        if self.extra_kv is not None and self.extra_kv_format is not None:
+            refusal = extra_cache_problem(record, self.extra_kv_format)
+            if refusal:
+                raise problem(("extra_kv", "format"), f"{refusal}, or extra_kv: none", self.extra_kv.format)
+        return self
+
+    @property
+    def model_preset(self) -> ModelPreset:
+        """The preset that the spec names."""
+        return model_preset(self.model)
+
+    @property
+    def arch_rows(self) -> tuple[Arch, ...]:
+        """The architectures to build for, in declared order."""
+        return tuple(arch(name) for name in self.archs)
+
+    @property
+    def kv_format(self) -> KvFormat:
+        """The main cache's format record."""
+        return resolve_kv_format(self.kv.format, self.kv.layout, self.kv.scale, self.dims.d_qk)
+
+    @property
+    def extra_kv_format(self) -> KvFormat | None:
+        """The second cache's format record, None without one."""
+        if self.extra_kv is None:
+            return None
+        return resolve_kv_format(self.extra_kv.format, self.extra_kv.layout, self.extra_kv.scale, self.dims.d_qk)
+
+    @property
+    def sm_scale(self) -> float:
+        """The softmax scale that an op uses unless the call gives one."""
+        scale = self.model_preset.sm_scale
+        return float(self.dims.d_qk**-0.5) if scale is None else scale
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Plain data that `load_spec` turns back into an equal spec."""
+        data = self.model_dump(mode="json")
+        data["extra_kv"] = data["extra_kv"] or NO_EXTRA_CACHE
+        return data
+
+    def to_yaml(self) -> str:
+        """The complete spec as YAML."""
+        return yaml.safe_dump(self.to_mapping(), sort_keys=False, default_flow_style=None)
+
+    def to_json(self) -> str:
+        """The complete spec as one line of JSON."""
+        return json.dumps(self.to_mapping())
+
+    def replace(self, **changes: Any) -> DeploymentSpec:
+        """A validated copy with some top-level keys changed."""
+        return DeploymentSpec(**{**self.to_mapping(), **changes})
+
+
+def load_spec(source: str | os.PathLike[str] | Mapping[str, Any] | DeploymentSpec) -> DeploymentSpec:
+    """A spec from a file, a shipped spec's name, a mapping, or as it is.
+
+    SpecError lists every problem with file, line, key path, value, what is allowed and the nearest valid choice. A file
+    without `name` is named after its stem, where that is a valid name; otherwise the name is `<model>_h<heads>`.
+    """
+    if isinstance(source, DeploymentSpec):
+        return source
+    if isinstance(source, Mapping):
+        bad = [key for key in source if not isinstance(key, str)]
+        if bad:
+            raise SpecError(f"spec: keys must be text, found {bad[0]!r:.60} of type {type(bad[0]).__name__}")
+        return DeploymentSpec(**source)
+    if not isinstance(source, str | os.PathLike):
+        raise SpecError(f"spec: expected a path, a mapping or a DeploymentSpec, found {type(source).__name__}")
+    path = resolve_spec_path(os.fspath(source))
+    return _from_source(read_spec_source(path), default_name=path.stem)
+
+
+def parse_spec(text: str, label: str = "<spec>") -> DeploymentSpec:
+    """A spec from YAML (or JSON) text; `label` stands for the file in messages."""
+    return _from_source(parse_spec_text(text, label), default_name=None)
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON schema of a spec as users write it: what presets fill is optional."""
+    schema = DeploymentSpec.model_json_schema()
+    for part in ("KvSpec", "ExtraKvSpec"):
+        schema["$defs"][part].pop("required")
+    schema["$defs"]["DimsSpec"].pop("required")
+    schema["required"] = ["model", "heads", "archs", "ops"]
+    properties = schema["properties"]
+    properties["ops"]["items"] = {"enum": list(known_ops())}
+    properties["kv"] = {"anyOf": [{"$ref": "#/$defs/KvSpec"}, {"enum": _FORMAT_NAMES}]}
+    extra = {"enum": [NO_EXTRA_CACHE, *_FORMAT_NAMES]}
+    properties["extra_kv"] = {"anyOf": [{"$ref": "#/$defs/ExtraKvSpec"}, extra]}
+    return schema
+
+
+def known_ops() -> tuple[str, ...]:
+    """The ops that a spec may ask for: one per family, found by its folder so that a new family touches no list."""
+    folder = Path(__file__).resolve().parent / "families"
+    return tuple(sorted(plan.parent.name for plan in folder.glob("*/plan.py")))
+
+
+def _from_source(source: SpecSource, default_name: str | None) -> DeploymentSpec:
+    data = dict(source.data)
+    if default_name is not None and re.match(NAME_PATTERN, default_name):
+        data.setdefault("name", default_name)
+    try:
+        return DeploymentSpec(**data)
+    except InvalidSpecError as error:
+        raise InvalidSpecError(error.problems, source) from None
+
+
+def _arch_name(path: tuple[str, int], item: Any) -> str:
+    try:
+        return arch(item).name
+    except SpecError as error:
+        raise problem(path, str(error), item) from None
+
+
+def _op_name(path: tuple[str, int], item: Any) -> str:
+    if isinstance(item, str) and item in known_ops():
+        return item
+    raise problem(path, "is no op", item, choices=known_ops())

@@ -1,0 +1,104 @@
+"""Completing a spec: what the model preset and the KV format fix is filled in before validation.
+
+Values of a wrong type pass through untouched, for validation to report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dsagen.errors import SpecError
+from dsagen.kv_format import KV_FAMILIES, KV_FORMATS, KvFormat, resolve_kv_format
+from dsagen.model import MODELS, ModelPreset, model_preset
+from dsagen.spec_problems import problem
+
+NO_EXTRA_CACHE = "none"
+
+
+def complete(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The mapping with every key that follows from others; raises ProblemError where nothing can follow."""
+    full = dict(data)
+    preset = _preset(full)
+    full.setdefault("name", f"{preset.name}_h{full.get('heads')}")
+    given_dims = full.get("dims", {})
+    if isinstance(given_dims, Mapping):
+        _check_dims(given_dims, preset)
+    d_qk = given_dims.get("d_qk", preset.d_qk) if isinstance(given_dims, Mapping) else preset.d_qk
+    full["kv"], record = _complete_kv("kv", full.get("kv", preset.kv), preset.kv, d_qk)
+    if isinstance(given_dims, Mapping) and record is not None:
+        full["dims"] = {"d_qk": record.d_qk, "d_v": record.d_v, **given_dims}
+    full["extra_kv"] = _complete_extra(full, preset, record)
+    if "topk" not in full:
+        if preset.topk is None:
+            raise problem(("topk",), f"is missing: model {preset.name} has no default capacity, for example 2048")
+        full["topk"] = preset.topk
+    return full
+
+
+def _preset(data: Mapping[str, Any]) -> ModelPreset:
+    if "model" not in data:
+        raise problem(("model",), f"is missing: choose one of {', '.join(MODELS)}")
+    try:
+        return model_preset(data["model"])
+    except SpecError as error:
+        raise problem(("model",), str(error), data["model"]) from None
+
+
+def _check_dims(dims: Mapping[str, Any], preset: ModelPreset) -> None:
+    for key, fixed in (("d_qk", preset.d_qk), ("d_v", preset.d_v)):
+        if fixed is not None and dims.get(key, fixed) != fixed:
+            raise problem(("dims", key), f"model {preset.name} has {key} {fixed}; others need model: custom", dims[key])
+
+
+def _complete_kv(key: str, value: Any, default_family: str | None, d_qk: Any) -> tuple[Any, KvFormat | None]:
+    """A cache declaration with format, layout and scale, and its record; text is short for its format."""
+    if value is None:
+        raise problem((key,), f"is missing: name a KV format, one of {', '.join(KV_FAMILIES)}")
+    cache = {"format": value} if isinstance(value, str) else value
+    if not isinstance(cache, Mapping):
+        return value, None
+    family = cache.get("format", default_family)
+    if family is None:
+        raise problem((key, "format"), f"is missing: choose one of {', '.join(KV_FAMILIES)}")
+    record = _resolve(key, family, cache.get("layout"), cache.get("scale"), d_qk)
+    named = {"format": record.family, "layout": record.layout.value, "scale": record.scale_kind.value}
+    return {**cache, **named}, record
+
+
+def _resolve(key: str, family: Any, layout: Any, scale: Any, d_qk: Any) -> KvFormat:
+    try:
+        record = resolve_kv_format(family, layout, scale)
+    except SpecError as error:
+        names = {"layout": layout, "scale": scale}
+        part = next((name for name in names if f"has no {name} " in str(error)), "format")
+        raise problem((key, part), str(error), names.get(part, family)) from None
+    if d_qk is None or not isinstance(d_qk, int) or record.d_qk == d_qk:
+        return record
+    try:
+        return resolve_kv_format(family, layout, scale, d_qk)
+    except SpecError:
+        fitting = tuple(r.format_id for r in KV_FORMATS.values() if r.d_qk == d_qk)
+        text = f"holds rows of {record.d_qk} dims where d_qk is {d_qk}"
+        if not fitting:
+            raise problem((key, "format"), f"{text}, for which no format exists", family) from None
+        raise problem((key, "format"), text, family, choices=fitting) from None
+
+
+def _complete_extra(full: Mapping[str, Any], preset: ModelPreset, main: KvFormat | None) -> Any:
+    """The second cache: declared, or the preset's in the main cache's layout, or none."""
+    value = full.get("extra_kv", preset.extra_kv or NO_EXTRA_CACHE)
+    if value is None:
+        raise problem(("extra_kv",), f"is empty: write {NO_EXTRA_CACHE}, a format or a mapping")
+    if value == NO_EXTRA_CACHE or main is None:
+        return None
+    cache = {"format": value} if isinstance(value, str) else value
+    if not isinstance(cache, Mapping):
+        return value
+    layouts = {r.layout.value for r in KV_FORMATS.values() if r.family == cache.get("format", preset.extra_kv)}
+    if "layout" not in cache and main.layout.value in layouts:
+        cache = {**cache, "layout": main.layout.value}
+    cache, _ = _complete_kv("extra_kv", cache, preset.extra_kv, main.d_qk)
+    if "topk" not in cache and preset.extra_topk is None:
+        raise problem(("extra_kv", "topk"), "is missing: the second cache has its own capacity, for example 512")
+    return {"topk": preset.extra_topk, **cache}

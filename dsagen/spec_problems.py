@@ -1,0 +1,149 @@
+"""Problems of a spec, in words: key path, value found, what is allowed, the nearest valid choice."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from dsagen.errors import SpecError
+from dsagen.spec_source import KeyPath, SpecSource
+
+MAX_HEADS = 128
+MAX_TOPK = 1 << 20
+MAX_ROW_ELEMENTS = 65535
+
+_MAX_SHOWN_CHARS = 60
+NOTHING = object()  # no value was written at the key
+
+# Bounds by the last word of the key path, with what the number counts.
+_RANGES: Mapping[str, tuple[int, int, str]] = {
+    "heads": (1, MAX_HEADS, "query heads on this rank"),
+    "topk": (1, MAX_TOPK, "columns of the index row"),
+    "d_qk": (1, MAX_ROW_ELEMENTS, "elements of a scored row"),
+    "d_v": (1, MAX_ROW_ELEMENTS, "elements of a summed row"),
+}
+
+# What users look for here but kernels take at run time.
+_RUN_TIME_KEYS = frozenset(
+    {"page_size", "page_stride", "block_size", "batch", "batch_size", "s_q", "next_n", "seq_len", "num_pages",
+     "sm_scale", "num_splits", "topk_length", "attn_sink"}
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong with a spec; `value` is shown unless it is NOTHING."""
+
+    path: KeyPath
+    text: str
+    value: Any = NOTHING
+
+    def message(self, source: SpecSource | None = None) -> str:
+        """One line, with file and line when the source is known."""
+        where = source.where(self.path) if source else "spec"
+        key = dotted(self.path)
+        shown = "" if self.value is NOTHING else f" = {show(self.value)}"
+        return f"{where}: {key}{shown}: {self.text}" if key else f"{where}: {self.text}"
+
+
+class ProblemError(SpecError):
+    """Raised inside validation; carries its problem to the collected error."""
+
+    def __init__(self, found: Problem) -> None:
+        self.problem = found
+        super().__init__(found.message())
+
+
+def problem(path: KeyPath, text: str, value: Any = NOTHING, choices: Iterable[str] = ()) -> ProblemError:
+    """An error to raise for one key; `choices` adds the list of what is allowed and the nearest of them."""
+    return ProblemError(Problem(path, text + _allowed(value, tuple(choices)), value))
+
+
+def dotted(path: KeyPath) -> str:
+    """`kv.format`, `archs[1]`."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
+
+def show(value: Any) -> str:
+    """A value on one line, cut to a readable length."""
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN_CHARS else text[: _MAX_SHOWN_CHARS - 3] + "..."
+
+
+def describe_validation_error(error: ValidationError, model: type[BaseModel]) -> list[Problem]:
+    """Every error of a validation as a problem in our words."""
+    problems = [_describe(detail, model) for detail in error.errors(include_url=False)]
+    # dims follow from the format: when they are missing, the reason is among the others.
+    return [p for p in problems if p.path != ("dims",) or p.value is not NOTHING] or problems
+
+
+def _describe(detail: ErrorDetails, model: type[BaseModel]) -> Problem:
+    path, value, kind = tuple(detail["loc"]), detail["input"], detail["type"]
+    context = detail.get("ctx", {})
+    raised = context.get("error")
+    if isinstance(raised, ProblemError):
+        return raised.problem
+    if kind == "extra_forbidden":
+        return Problem(path, _unknown_key(str(path[-1]), _fields_at(path[:-1], model)))
+    last = path[-1] if path else ""
+    if kind == "missing":
+        return Problem(path, f"is missing{_range(str(last), NOTHING)}")
+    if last in _RANGES:
+        return Problem(path, f"is not allowed{_range(str(last), value)}", value)
+    if kind == "literal_error":
+        return Problem(path, f"is not allowed: must be {context['expected']}{_near_literal(value, context)}", value)
+    if kind in ("model_type", "model_attributes_type", "dict_type"):
+        return Problem(path, f"must be a mapping with the keys {', '.join(_fields_at(path, model))}", value)
+    if kind == "string_pattern_mismatch":
+        return Problem(path, "must be letters, digits, '_', '.', '-', 1 to 64 of them, starting with no sign", value)
+    if kind == "too_short":
+        return Problem(path, "must list at least one", value)
+    return Problem(path, f"is not allowed: {detail['msg'][:1].lower()}{detail['msg'][1:]}", value)
+
+
+def _unknown_key(key: str, fields: tuple[str, ...]) -> str:
+    if key in _RUN_TIME_KEYS:
+        return "is decided at run time and needs no kernel of its own: leave it out"
+    return f"unknown key{_allowed(key, fields)}"
+
+
+def _allowed(value: Any, choices: tuple[str, ...]) -> str:
+    if not choices:
+        return ""
+    near = difflib.get_close_matches(str(value).lower(), choices, n=1, cutoff=0.5)
+    return f"{f' (did you mean {near[0]}?)' if near else ''}: allowed are {', '.join(choices)}"
+
+
+def _range(key: str, value: Any) -> str:
+    if key not in _RANGES:
+        return ""
+    low, high, what = _RANGES[key]
+    text = f": must be an integer of {low} .. {high} ({what})"
+    if isinstance(value, int) and not isinstance(value, bool):
+        text += f"; the nearest is {min(max(value, low), high)}"
+    return text
+
+
+def _near_literal(value: Any, context: Mapping[str, Any]) -> str:
+    choices = [word.strip(" '") for word in str(context["expected"]).replace(" or ", ",").split(",")]
+    near = difflib.get_close_matches(str(value).lower(), choices, n=1, cutoff=0.5)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def _fields_at(path: KeyPath, model: type[BaseModel]) -> tuple[str, ...]:
+    """The keys that a mapping at this path may have."""
+    for part in path:
+        field = model.model_fields.get(str(part))
+        if field is None:
+            return ()
+        kinds = (field.annotation, *getattr(field.annotation, "__args__", ()))
+        model = next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), BaseModel)
+    return tuple(name for name in model.model_fields)
