@@ -277,20 +277,21 @@ _KNOBS: tuple[Knob[Any], ...] = (
     PEER_SITE,
 )
 
-# Variables of other tools that dsagen reads as they are, and why. The three NVCC/CPATH ones change what nvcc emits.
+# Variables of other tools that dsagen reads as they are, and why. The NVCC and CPATH ones change what nvcc emits.
 FOREIGN_VARIABLES: Mapping[str, str] = {
     "CUDA_HOME": "root of a CUDA toolkit, searched for bin/nvcc",
     "CUDA_PATH": "root of a CUDA toolkit, searched after CUDA_HOME",
     "PATH": "searched for nvcc and the host compiler",
     "NVCC_PREPEND_FLAGS": "flags that nvcc reads by itself; part of a kernel's key",
     "NVCC_APPEND_FLAGS": "flags that nvcc reads by itself; part of a kernel's key",
+    "NVCC_CCBIN": "host compiler that nvcc takes by itself; part of a kernel's key",
     "CPATH": "include path that the host preprocessor reads by itself; part of a kernel's key",
     "XDG_CACHE_HOME": "parent of the default kernel store",
     "HOME": "home folder, parent of ~/.cache/dsagen",
     "CUDA_VISIBLE_DEVICES": "devices that the driver shows; printed by the doctor",
     "LD_LIBRARY_PATH": "where the driver library may be found; printed by the doctor",
 }
-CODE_CHANGING_VARIABLES = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "CPATH")
+CODE_CHANGING_VARIABLES = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN", "CPATH")
 
 
 def all_knobs() -> tuple[Knob[Any], ...]:

@@ -1,0 +1,169 @@
+"""Compiling units with ninja: one edge per kernel and arch, each nvcc to PTX and then ptxas of that very PTX.
+
+An edge runs a small shell script in a private work folder and leaves its exit code in a file there, so what became of
+each kernel is read from the folder and not from ninja's output.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import shlex
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dsagen import knobs
+from dsagen.build.key import compile_flags
+from dsagen.build.toolchain import Toolchain
+from dsagen.build.unit import Unit
+from dsagen.errors import BuildError, ToolchainError
+
+SOURCE, PTX, CUBIN, LOG = "kernel.cu", "kernel.ptx", "kernel.cubin", "build.log"
+_SCRIPT, _STARTED, _STATUS = "compile.sh", "started", "status"
+
+
+@dataclass(frozen=True)
+class CompileTask:
+    """One unit to compile. `work_dir` is private to it; its subfolder `entry` receives source, PTX, cubin and log."""
+
+    unit: Unit
+    name: str
+    work_dir: Path
+
+    @property
+    def entry_dir(self) -> Path:
+        """The folder that becomes the store entry."""
+        return self.work_dir / "entry"
+
+
+@dataclass(frozen=True)
+class CompileOutcome:
+    """How one task ended; `exit_code` is None when its script left none, `seconds` is the wall time of both steps."""
+
+    task: CompileTask
+    exit_code: int | None
+    seconds: float
+
+
+def compile_command(unit: Unit, name: str, toolchain: Toolchain) -> str:
+    """The shell command that makes kernel.ptx and kernel.cubin from the kernel.cu of the current folder.
+
+    nvcc writes the absolute path of its input into the PTX's line table; the sed step puts the entry's name there, so
+    that equal inputs give equal bytes wherever they are compiled.
+    """
+    flags = compile_flags(unit.arch)
+    to_ptx = shlex.join([str(toolchain.nvcc), *flags.nvcc, SOURCE, "-o", PTX])
+    rename = shlex.join(["sed", "-i", rf'/\.file/s|"/.*/{SOURCE}"|"{name}/{SOURCE}"|', PTX])
+    to_cubin = shlex.join([str(toolchain.ptxas), *flags.ptxas, PTX, "-o", CUBIN])
+    return f"{to_ptx} && {rename} && {to_cubin}"
+
+
+def ninja_binary() -> Path:
+    """The ninja of the PyPI package, else the one on PATH; raises ToolchainError where there is none."""
+    if importlib.util.find_spec("ninja") is not None:
+        import ninja
+
+        path = Path(ninja.BIN_DIR) / "ninja"
+        if path.is_file():
+            return path
+    found = shutil.which("ninja", path=knobs.foreign("PATH"))
+    if found is None:
+        raise ToolchainError("no ninja: neither the PyPI package nor PATH has it. Install it with `pip install ninja`.")
+    return Path(found)
+
+
+def run_compiles(
+    tasks: Sequence[CompileTask], toolchain: Toolchain, jobs: int, on_finish: Callable[[CompileOutcome], None]
+) -> None:
+    """Compile all tasks, `jobs` at once, calling `on_finish` in this thread soon after each one ends.
+
+    A failing task does not stop the others. Raises BuildError only when ninja itself cannot do its work.
+    """
+    for task in tasks:
+        _write_script(task, toolchain)
+    folder = tasks[0].work_dir
+    (folder / "build.ninja").write_text(_ninja_text(tasks))
+    command = [str(ninja_binary()), "-C", str(folder), f"-j{jobs}", "-k0"]
+    pending = list(tasks)
+    printed: list[str] = []
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=knobs.child_environment(NINJA_STATUS="[%f/%t] "),
+    )
+    try:
+        assert process.stdout is not None
+        # Ninja prints a line whenever an edge ends, which is the moment to look.
+        for line in process.stdout:
+            printed.append(line)
+            pending = _report_finished(pending, on_finish)
+        process.wait()
+    finally:
+        _stop(process)
+    pending = _report_finished(pending, on_finish)
+    if len(pending) == len(tasks) and not any((task.work_dir / _STARTED).exists() for task in tasks):
+        raise BuildError(f"ninja compiled nothing (exit code {process.returncode}): {''.join(printed).strip()[-2000:]}")
+    for task in pending:
+        on_finish(CompileOutcome(task, None, 0.0))
+
+
+def _write_script(task: CompileTask, toolchain: Toolchain) -> None:
+    task.entry_dir.mkdir()
+    (task.entry_dir / SOURCE).write_text(task.unit.text)
+    command = compile_command(task.unit, task.name, toolchain)
+    (task.work_dir / _SCRIPT).write_text(
+        f": > {_STARTED}\n"
+        f"( cd entry && {command} ) > entry/{LOG} 2>&1\n"
+        "code=$?\n"
+        f"echo $code > {_STATUS}.part && mv {_STATUS}.part {_STATUS}\n"
+        "exit $code\n"
+    )
+
+
+def _ninja_text(tasks: Sequence[CompileTask]) -> str:
+    lines = ["rule compile", f"  command = cd $folder && sh {_SCRIPT}", "  description = $name", ""]
+    for number, task in enumerate(tasks):
+        # The output is a name that nothing writes: what exists is decided by the store, never by ninja.
+        lines += [f"build edge_{number}: compile", f"  name = {_ninja_escape(task.name)}"]
+        lines += [f"  folder = {_ninja_escape(shlex.quote(str(task.work_dir)))}", ""]
+    return "\n".join(lines)
+
+
+def _ninja_escape(text: str) -> str:
+    if "\n" in text:
+        raise BuildError(f"the path {text!r} holds a line break, which ninja cannot take; move DSAGEN_CACHE_DIR")
+    return text.replace("$", "$$")
+
+
+def _report_finished(pending: Sequence[CompileTask], on_finish: Callable[[CompileOutcome], None]) -> list[CompileTask]:
+    """Call `on_finish` for the tasks that have ended; the others come back."""
+    left = []
+    for task in pending:
+        status = task.work_dir / _STATUS
+        try:
+            code = int(status.read_text())
+            seconds = status.stat().st_mtime - (task.work_dir / _STARTED).stat().st_mtime
+        except (OSError, ValueError):
+            left.append(task)
+            continue
+        on_finish(CompileOutcome(task, code, max(0.0, seconds)))
+    return left
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    """End ninja, which ends its compilers, when the build is left early (an interrupt, or an error in a callback)."""
+    if process.poll() is not None:
+        return
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=10)
+        return
+    process.kill()
+    process.wait()
