@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from dsagen.arch import ARCHS, Arch, arch
 from dsagen.errors import SpecError
-from dsagen.kv_format import KV_FAMILIES, KV_FORMATS, KvFormat, extra_cache_problem, resolve_kv_format
+from dsagen.kv_format import KV_FAMILIES, KV_FORMATS, KvFormat, extra_cache_problem, kv_format
 from dsagen.model import MODELS, ModelPreset, model_preset
 from dsagen.spec_defaults import NO_EXTRA_CACHE, complete
 from dsagen.spec_problems import (
@@ -82,11 +82,21 @@ class _Part(BaseModel):
 
 
 class KvSpec(_Part):
-    """A KV cache: format family, layout and what its scales may be."""
+    """A KV cache. In a loaded spec `format` is the record's id; layout and scale repeat what the id implies."""
 
     format: str = Field(json_schema_extra={"enum": _FORMAT_NAMES})
     layout: Literal["interleaved", "page_split"]
     scale: Literal["none", "fp32", "fp32_pow2", "ue8m0", "e4m3"]
+
+    @property
+    def format_id(self) -> str:
+        """Id of the format's record, as in slugs."""
+        return self.format
+
+    @property
+    def record(self) -> KvFormat:
+        """The format's record."""
+        return kv_format(self.format)
 
 
 class ExtraKvSpec(KvSpec):
@@ -158,8 +168,8 @@ class DeploymentSpec(_Part):
             )
         if dims.d_v != record.d_v:
             raise problem(("dims", "d_v"), f"format {record.format_id} holds d_v {record.d_v}", dims.d_v)
-        if self.extra_kv is not None and self.extra_kv_format is not None:
-            refusal = extra_cache_problem(record, self.extra_kv_format)
+        if self.extra_kv is not None:
+            refusal = extra_cache_problem(record, self.extra_kv.record)
             if refusal:
                 raise problem(("extra_kv", "format"), f"{refusal}, or extra_kv: none", self.extra_kv.format)
         return self
@@ -177,14 +187,12 @@ class DeploymentSpec(_Part):
     @property
     def kv_format(self) -> KvFormat:
         """The main cache's format record."""
-        return resolve_kv_format(self.kv.format, self.kv.layout, self.kv.scale, self.dims.d_qk)
+        return self.kv.record
 
     @property
     def extra_kv_format(self) -> KvFormat | None:
         """The second cache's format record, None without one."""
-        if self.extra_kv is None:
-            return None
-        return resolve_kv_format(self.extra_kv.format, self.extra_kv.layout, self.extra_kv.scale, self.dims.d_qk)
+        return self.extra_kv.record if self.extra_kv else None
 
     @property
     def sm_scale(self) -> float:
@@ -253,7 +261,7 @@ def json_schema() -> dict[str, Any]:
 def known_ops() -> tuple[str, ...]:
     """The ops that a spec may ask for: one per family, found by its folder so that a new family touches no list."""
     folder = Path(__file__).resolve().parent / "families"
-    return tuple(sorted(plan.parent.name for plan in folder.glob("*/plan.py")))
+    return tuple(sorted(package.parent.name for package in folder.glob("*/__init__.py")))
 
 
 def _from_source(source: SpecSource, default_name: str | None) -> DeploymentSpec:

@@ -62,7 +62,7 @@ def _complete_kv(key: str, value: Any, default_family: str | None, d_qk: Any) ->
     if family is None:
         raise problem((key, "format"), f"is missing: choose one of {', '.join(KV_FAMILIES)}")
     record = _resolve(key, family, cache.get("layout"), cache.get("scale"), d_qk)
-    named = {"format": record.family, "layout": record.layout.value, "scale": record.scale_kind.value}
+    named = {"format": record.format_id, "layout": record.layout.value, "scale": record.scale_kind.value}
     return {**cache, **named}, record
 
 
