@@ -1,0 +1,1 @@
+"""Kernel families, one folder each; `dsagen.family.families()` finds them."""

@@ -1,0 +1,5 @@
+"""Sparse MLA decode: attention of each query token over the cache rows that its index list names, split-KV and combine."""
+
+from dsagen.families.sparse_decode.family import FAMILY
+
+__all__ = ["FAMILY"]

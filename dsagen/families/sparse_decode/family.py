@@ -1,0 +1,208 @@
+"""The family object: cells of the matrix and kernel plans."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dsagen.arch import Arch
+from dsagen.arch import arch as arch_row
+from dsagen.families.sparse_decode.geometry import (
+    Encoding,
+    Geometry,
+    encoding_of,
+    fitting_geometry,
+    heads_per_cta,
+    odd_pitch_bytes,
+    query_pitch_bytes,
+    row_bytes,
+    smem_fields,
+)
+from dsagen.families.sparse_decode.guards import LAUNCH_GUARDS, PLAN_GUARDS
+from dsagen.families.sparse_decode.params import COMBINE_PARAMS, MAIN_PARAMS
+from dsagen.family import Cell
+from dsagen.guard import Guard, check
+from dsagen.kv_format import KvFormat, kv_format
+from dsagen.plan import KernelPlan, TypeAlias, Variant, checked, lay_out_params
+
+if TYPE_CHECKING:
+    from dsagen.spec import DeploymentSpec
+
+NAME = "sparse_decode"
+BODY = "mma_sync"
+TEMPLATE = "sparse_decode/kernel.cu.j2"
+COMBINE_REGISTERS = 64
+# Log2 units by which a score may exceed the softmax reference before the reference is raised. bf16 and fp32 have the
+# range for far more; this leaves it to the scales.
+LAZY_THRESHOLD = 16.0
+
+_MAIN_BODY = "sparse_decode::MmaSync<Constants, SharedStorage, {encoding}, Params>"
+# A plan guard's names in the generated unit; names that are not here are printed as numbers.
+_C_NAMES = {
+    "smem_bytes": "static_cast<int>(sizeof(SharedStorage))",
+    "threads": "Body::kThreads",
+    "stages": "Constants::kStages",
+    "tile_tokens": "Constants::kTileTokens",
+    "warps": "Constants::kWarps",
+    "heads_n": "Constants::kHeads",
+    "row_bytes": "Constants::kRowBytes",
+    "row_pitch_bytes": "Constants::kRowPitchBytes",
+}
+
+
+class SparseDecode:
+    """Sparse decode, portable body."""
+
+    name = NAME
+    ops: tuple[str, ...] = ("sparse_decode",)
+    guards: tuple[Guard, ...] = PLAN_GUARDS + LAUNCH_GUARDS
+
+    def expand(self, spec: DeploymentSpec, arch: Arch) -> tuple[Cell, ...]:
+        """The main kernel and the combine; both are refused when the spec needs what is not built."""
+        refusals = _refusals(spec)
+        fmt = kv_format(spec.kv.format_id)
+        encoding = encoding_of(fmt)
+        if isinstance(encoding, str):
+            refusals.append(encoding)
+        if refusals:
+            return tuple(Cell(NAME, role, arch.name, None, "; ".join(refusals)) for role in ("main", "combine"))
+        assert isinstance(encoding, Encoding)
+        heads_n = heads_per_cta(fmt, encoding, spec.heads, arch)
+        if heads_n is None:
+            reason = f"{fmt.format_id}: not even 8 heads and two 16-token stages fit {arch.smem_optin_bytes} B"
+            return (Cell(NAME, "main", arch.name, None, reason),)
+        main = Variant(NAME, "main", BODY, arch.name, _main_axes(fmt, heads_n, arch))
+        combine = Variant(NAME, "combine", "portable", arch.name, (("dv", fmt.d_v),))
+        return (Cell(NAME, "main", arch.name, main), Cell(NAME, "combine", arch.name, combine))
+
+    def plan(self, variant: Variant) -> KernelPlan:
+        """The plan of a main or combine variant; GuardError names the limit that it breaks."""
+        return _plan_combine(variant) if variant.kernel == "combine" else plan_main(variant)
+
+
+FAMILY = SparseDecode()
+
+
+def _refusals(spec: DeploymentSpec) -> list[str]:
+    """What the spec declares and this family does not build yet."""
+    if spec.extra_kv is None:
+        return []
+    return [f"extra_kv ({spec.extra_kv.format_id}): a second cache in the same softmax is not built yet"]
+
+
+def _main_axes(fmt: KvFormat, heads_n: int, arch: Arch) -> tuple[tuple[str, str | int], ...]:
+    return (
+        ("kv", fmt.format_id),  # row bytes, placement and scale kind: loads and operand recipes
+        ("dqk", fmt.d_qk),  # length of the score loop
+        ("dv", fmt.d_v),  # output registers
+        ("n", heads_n),  # MMA columns, registers and shared memory
+        ("smem", arch.smem_class),  # stages and tile
+    )
+
+
+def plan_main(variant: Variant, geometry: Geometry | None = None) -> KernelPlan:
+    """The main kernel's plan; `geometry` overrides the preferred one (for measuring others)."""
+    arch, fmt = arch_row(variant.arch), kv_format(str(variant.axis("kv")))
+    encoding = encoding_of(fmt)
+    if isinstance(encoding, str):
+        raise ValueError(encoding)
+    heads_n = variant.axis_int("n")
+    chosen = geometry or fitting_geometry(fmt, encoding, heads_n, arch) or Geometry(heads_n, 16, 4, 2)
+    fields, smem_bytes = smem_fields(fmt, encoding, chosen)
+    params, params_bytes = lay_out_params(MAIN_PARAMS)
+    threads = 32 * chosen.warps
+    registers_cap = min(255, arch.registers_per_sm // threads)
+    values = {
+        "smem_bytes": smem_bytes,
+        "smem_optin_bytes": arch.smem_optin_bytes,
+        "threads": threads,
+        "registers_cap": registers_cap,
+        "registers_per_sm": arch.registers_per_sm,
+        "stages": chosen.stages,
+        "tile_tokens": chosen.tile_tokens,
+        "warps": chosen.warps,
+        "heads_n": heads_n,
+        "row_bytes": row_bytes(fmt),
+        "row_pitch_bytes": odd_pitch_bytes(row_bytes(fmt)),
+    }
+    check(PLAN_GUARDS, values, variant.slug)
+    return KernelPlan(
+        variant=variant,
+        template=TEMPLATE,
+        constants=_main_constants(fmt, chosen),
+        types=(
+            TypeAlias("Encoding", encoding.cpp, encoding.header),
+            TypeAlias("Body", _MAIN_BODY.format(encoding="Encoding"), "sparse_decode/mma_sync.cuh"),
+        ),
+        threads=threads,
+        min_blocks_per_sm=1,
+        registers_cap=registers_cap,
+        smem=fields,
+        smem_bytes=smem_bytes,
+        params=params,
+        params_bytes=params_bytes,
+        grid="batch * s_q * num_splits * head_groups",
+        overlaps_previous=False,
+        guards=checked(PLAN_GUARDS, values, _C_NAMES),
+        budget=_budget(fmt, encoding, chosen, smem_bytes, arch, registers_cap),
+    )
+
+
+def _main_constants(fmt: KvFormat, g: Geometry) -> tuple[tuple[str, int | float], ...]:
+    rope = fmt.segment("rope") if fmt.has_segment("rope") else None
+    nope_dims = fmt.d_qk - rope.count if rope else fmt.d_qk
+    return (
+        ("kTileTokens", g.tile_tokens),
+        ("kWarps", g.warps),
+        ("kStages", g.stages),
+        ("kHeads", g.heads_n),
+        ("kNopeDims", nope_dims),
+        ("kRopeDims", fmt.d_qk - nope_dims),
+        ("kRopeOffsetBytes", rope.offset_bytes if rope else 0),
+        ("kValueDims", fmt.d_v),
+        ("kRowBytes", row_bytes(fmt)),
+        ("kRowPitchBytes", odd_pitch_bytes(row_bytes(fmt))),
+        ("kQueryPitchBytes", query_pitch_bytes(fmt)),
+        ("kProbabilityPitchBytes", odd_pitch_bytes(2 * g.heads_n)),
+        ("kLazyThreshold", LAZY_THRESHOLD),
+    )
+
+
+def _budget(
+    fmt: KvFormat, encoding: Encoding, g: Geometry, smem_bytes: int, arch: Arch, registers_cap: int
+) -> tuple[tuple[str, str], ...]:
+    flops = 2 * g.heads_n * (fmt.d_qk + fmt.d_v)
+    output_registers = fmt.d_v * g.heads_n // (32 * g.warps)
+    return (
+        ("shape", f"{g.heads_n} heads, tiles of {g.tile_tokens} tokens, {g.warps} warps, {g.stages} stages"),
+        ("shared memory", f"{smem_bytes} of {arch.smem_optin_bytes} B"),
+        ("registers", f"at most {registers_cap} a thread, {output_registers} of them hold the output"),
+        ("bytes in flight", f"{(g.stages - 1) * g.tile_tokens * row_bytes(fmt)} B of rows"),
+        ("work per token", f"{flops} FLOP, {row_bytes(fmt)} B of cache: {flops / row_bytes(fmt):.0f} FLOP/B"),
+        ("probability copies", f"{encoding.probability_copies}"),
+    )
+
+
+def _plan_combine(variant: Variant) -> KernelPlan:
+    arch = arch_row(variant.arch)
+    params, params_bytes = lay_out_params(COMBINE_PARAMS)
+    threads = variant.axis_int("dv") // 4
+    values = {"threads": threads, "registers_cap": COMBINE_REGISTERS, "registers_per_sm": arch.registers_per_sm}
+    guards = tuple(guard for guard in PLAN_GUARDS if guard.guard_id == "K-02")
+    check(guards, values, variant.slug)
+    return KernelPlan(
+        variant=variant,
+        template=TEMPLATE,
+        constants=(("kValueDims", variant.axis_int("dv")),),
+        types=(TypeAlias("Body", "sparse_decode::Combine<Constants, Params>", "sparse_decode/combine.cuh"),),
+        threads=threads,
+        min_blocks_per_sm=1,
+        registers_cap=COMBINE_REGISTERS,
+        smem=(),
+        smem_bytes=0,
+        params=params,
+        params_bytes=params_bytes,
+        grid="batch * s_q * heads",
+        overlaps_previous=arch.has_pdl,
+        guards=checked(guards, values, _C_NAMES),
+        budget=(("work", f"reads num_splits x {4 * variant.axis_int('dv')} B per query token and head"),),
+    )

@@ -1,0 +1,110 @@
+"""Every limit of sparse decode, stated once."""
+
+from __future__ import annotations
+
+from dsagen.guard import Guard
+
+PLAN_GUARDS: tuple[Guard, ...] = (
+    Guard(
+        "K-01",
+        "plan",
+        "smem_bytes <= smem_optin_bytes",
+        "shared memory: the plan needs {smem_bytes} B and a block may have {smem_optin_bytes} B: "
+        "use fewer stages, a smaller tile or fewer heads in a CTA",
+    ),
+    Guard(
+        "K-02",
+        "plan",
+        "threads * registers_cap <= registers_per_sm",
+        "registers: {threads} threads x {registers_cap} exceed the SM's {registers_per_sm}: use fewer warps",
+    ),
+    Guard("SD-01", "plan", "stages >= 2", "stages {stages} < 2: a tile must be in flight while another is used"),
+    Guard(
+        "SD-02",
+        "plan",
+        "tile_tokens % 16 == 0 and (16 * warps) % tile_tokens == 0",
+        "tile of {tile_tokens} tokens: must be a multiple of 16 that divides 16 x {warps} warps",
+    ),
+    Guard(
+        "SD-03",
+        "plan",
+        "8 <= heads_n and heads_n <= 64 and heads_n % 8 == 0",
+        "heads in a CTA: {heads_n} must be a multiple of 8 in 8..64",
+    ),
+    Guard(
+        "SD-05",
+        "plan",
+        "row_bytes % 16 == 0 and row_pitch_bytes % 32 == 16",
+        "row of {row_bytes} B at pitch {row_pitch_bytes} B: rows are copied 16 B at a time and the pitch must be an odd "
+        "multiple of 16 B to be free of bank conflicts",
+    ),
+)
+
+LAUNCH_GUARDS: tuple[Guard, ...] = (
+    Guard(
+        "SD-04",
+        "launch",
+        "num_splits == 1 or tile_tokens * (num_splits - 1) < topk",
+        "num_splits {num_splits}: {topk} index columns in tiles of {tile_tokens} tokens are {all_tiles} tiles, so at least "
+        "one split could never hold a token. Use num_splits <= {all_tiles}",
+    ),
+    Guard(
+        "SD-06",
+        "launch",
+        "1 <= topk and topk <= topk_capacity",
+        "indices: {topk} columns, the spec declares topk {topk_capacity}: pass 1..{topk_capacity} columns or raise `topk` "
+        "in the spec",
+    ),
+    Guard(
+        "SD-07",
+        "launch",
+        "heads == spec_heads",
+        "q: {heads} heads, the spec declares {spec_heads}: pass q with {spec_heads} heads or load a spec for {heads}",
+    ),
+    Guard(
+        "SD-08",
+        "launch",
+        "main_ctas <= 2147483647 and combine_ctas <= 2147483647",
+        "grid: {main_ctas} CTAs (combine {combine_ctas}) exceed 2147483647: use fewer splits or a smaller batch",
+    ),
+    Guard(
+        "SD-09",
+        "launch",
+        "pool_tokens <= 2147483647",
+        "k_cache: {pool_tokens} tokens cannot be addressed by int32 indices, at most 2147483647 can: pass a smaller pool",
+    ),
+    Guard(
+        "SD-10",
+        "launch",
+        "pages >= 1 and 1 <= page_size and page_size <= 1073741824",
+        "k_cache: {pages} pages of {page_size} tokens: at least one page of 1..1073741824 tokens is needed",
+    ),
+    Guard(
+        "SD-11",
+        "launch",
+        "page_stride_bytes % 16 == 0 and row_stride_bytes % 16 == 0 and k_cache_address % 16 == 0",
+        "k_cache: base address {k_cache_address:#x}, page stride {page_stride_bytes} B and row stride {row_stride_bytes} B "
+        "must be multiples of 16 B: pad the pages",
+    ),
+    Guard(
+        "SD-12",
+        "launch",
+        "row_stride_bytes == io_row_stride_bytes and (pages == 1 or page_stride_bytes >= page_bytes)",
+        "k_cache: row stride {row_stride_bytes} B and page stride {page_stride_bytes} B do not hold pages of {page_size} rows "
+        "of {io_row_stride_bytes} B ({page_bytes} B): rows of a page must be adjacent and pages must not overlap",
+    ),
+    Guard(
+        "SD-13",
+        "launch",
+        "q_address % 16 == 0 and q_stride_b % 8 == 0 and q_stride_s % 8 == 0 and q_stride_h % 8 == 0",
+        "q: address {q_address:#x} and strides ({q_stride_b}, {q_stride_s}, {q_stride_h}) elements: rows must start at "
+        "multiples of 16 B, so strides must be multiples of 8 elements",
+    ),
+    Guard(
+        "SD-14",
+        "launch",
+        "out_address % 4 == 0 and out_stride_b % 2 == 0 and out_stride_s % 2 == 0 and out_stride_h % 2 == 0",
+        "out: address {out_address:#x} and strides ({out_stride_b}, {out_stride_s}, {out_stride_h}) elements: rows must "
+        "start at multiples of 4 B, so strides must be even",
+    ),
+)

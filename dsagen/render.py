@@ -1,0 +1,119 @@
+"""Rendering: a kernel plan becomes one complete CUDA text, our headers inlined.
+
+Templates print and do not compute; what they print comes from the plan. Jinja's usual delimiters occur in CUDA and PTX
+text, so they are `<% %>`, `${ }` and `<# #>` here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from dsagen.errors import DsagenError
+from dsagen.plan import KernelPlan
+
+_INCLUDE = re.compile(r'^#include "([^"]+)"$')
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class RenderedUnit:
+    """One kernel as text. `text` includes nothing; `variant` and `plan` are plain data of what it was rendered from."""
+
+    slug: str
+    symbol: str
+    arch: str
+    text: str
+    variant: dict[str, Any]
+    plan: dict[str, Any]
+
+    @property
+    def evidence_hash(self) -> str:
+        """Hash of the text without comments, blank lines and indentation: what a record of a device run is keyed by."""
+        return instruction_hash(self.text)
+
+
+def instruction_hash(text: str) -> str:
+    """16 hex digits that change when an instruction may change, and not for a comment or a blank line."""
+    lines = (" ".join(line.split()) for line in _COMMENT.sub("", text).splitlines())
+    return hashlib.sha256("\n".join(line for line in lines if line).encode()).hexdigest()[:16]
+
+
+@cache
+def templates_folder() -> Path:
+    """Where templates lie: in the installed package, else in the checkout."""
+    packaged = Path(__file__).parent / "_data" / "templates"
+    folder = packaged if packaged.is_dir() else Path(__file__).parent.parent / "templates"
+    if not folder.is_dir():
+        raise DsagenError(f"templates not found: looked in {packaged} and {folder}; the installation is incomplete")
+    return folder
+
+
+def read_header(name: str) -> str:
+    """Text of a header or template by its name relative to the templates folder."""
+    path = templates_folder() / name
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise DsagenError(f"template {name!r} cannot be read: {error}") from None
+
+
+def inline_headers(text: str, read: Callable[[str], str] = read_header) -> str:
+    """Replace each `#include "name"` by the named header, once, at its first place; `#pragma once` lines go."""
+    seen: set[str] = set()
+
+    def lines_of(source: str) -> Iterable[str]:
+        for line in source.splitlines():
+            match = _INCLUDE.match(line)
+            if match is None:
+                if line != "#pragma once":
+                    yield line
+            elif match[1] not in seen:
+                seen.add(match[1])
+                yield f"// ---- {match[1]}"
+                yield from lines_of(read(match[1]))
+
+    return "\n".join(lines_of(text)) + "\n"
+
+
+@cache
+def environment() -> jinja2.Environment:
+    """The one jinja environment: undefined names are errors, delimiters do not collide with CUDA."""
+    return jinja2.Environment(
+        loader=jinja2.FunctionLoader(read_header),
+        undefined=jinja2.StrictUndefined,
+        block_start_string="<%",
+        block_end_string="%>",
+        variable_start_string="${",
+        variable_end_string="}",
+        comment_start_string="<#",
+        comment_end_string="#>",
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,  # the output is CUDA, and every value comes from a validated plan
+    )
+
+
+def constant_text(value: int | float) -> str:
+    """A constant as a C++ literal."""
+    if isinstance(value, float):
+        return f"{value.hex()}f" if value else "0.0f"
+    return str(value)
+
+
+def render(plan: KernelPlan, read: Callable[[str], str] = read_header) -> RenderedUnit:
+    """Render a plan. `read` gives header texts and may be replaced, for example by a model of the prims on a CPU."""
+    constants = [
+        (name, "float" if isinstance(value, float) else "int", constant_text(value)) for name, value in plan.constants
+    ]
+    printed = environment().get_template(plan.template).render(plan=plan, constants=constants)
+    data = plan.to_json()
+    return RenderedUnit(plan.slug, plan.symbol, plan.variant.arch, inline_headers(printed, read), data["variant"], data)
