@@ -422,7 +422,7 @@ def resolve_kv_format(
     if family in KV_FAMILIES:
         candidates = [r for r in _RECORDS if r.family == family]
     if not candidates:
-        raise SpecError(f"unknown KV format {family!r}{_nearest(family, (*KV_FORMATS, *KV_FAMILIES))}")
+        raise SpecError(f"unknown KV format {family!r}{_nearest(family, (*KV_FAMILIES, *KV_FORMATS), KV_FAMILIES)}")
     for what, wanted, attribute in (
         ("layout", layout, "layout"),
         ("scale", scale, "scale_kind"),
@@ -448,8 +448,8 @@ def extra_cache_problem(main: KvFormat, extra: KvFormat) -> str | None:
     return f"format {extra.format_id} cannot be a second cache beside {main.format_id}: allowed is {allowed}"
 
 
-def _nearest(name: object, names: Iterable[str]) -> str:
-    names = tuple(dict.fromkeys(names))
+def _nearest(name: object, names: Iterable[str], listed: Iterable[str] | None = None) -> str:
+    names = tuple(names)
     close = difflib.get_close_matches(str(name).lower(), names, n=1, cutoff=0.5)
     hint = f" (did you mean {close[0]}?)" if close else ""
-    return f"{hint}: known are {', '.join(names)}"
+    return f"{hint}: known are {', '.join(listed or names)}"

@@ -266,7 +266,7 @@ def known_ops() -> tuple[str, ...]:
 
 def _from_source(source: SpecSource, default_name: str | None) -> DeploymentSpec:
     data = dict(source.data)
-    if default_name is not None and re.match(NAME_PATTERN, default_name):
+    if default_name is not None and re.fullmatch(NAME_PATTERN, default_name):
         data.setdefault("name", default_name)
     try:
         return DeploymentSpec(**data)

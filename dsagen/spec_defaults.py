@@ -11,7 +11,7 @@ from typing import Any
 from dsagen.errors import SpecError
 from dsagen.kv_format import KV_FAMILIES, KV_FORMATS, KvFormat, resolve_kv_format
 from dsagen.model import MODELS, ModelPreset, model_preset
-from dsagen.spec_problems import problem
+from dsagen.spec_problems import MAX_HEADS, problem
 
 NO_EXTRA_CACHE = "none"
 
@@ -20,7 +20,9 @@ def complete(data: Mapping[str, Any]) -> dict[str, Any]:
     """The mapping with every key that follows from others; raises ProblemError where nothing can follow."""
     full = dict(data)
     preset = _preset(full)
-    full.setdefault("name", f"{preset.name}_h{full.get('heads')}")
+    heads = full.get("heads")
+    # A wrong head count is reported once, not a second time as part of a name.
+    full.setdefault("name", f"{preset.name}_h{heads}" if type(heads) is int and 0 < heads <= MAX_HEADS else preset.name)
     given_dims = full.get("dims", {})
     if isinstance(given_dims, Mapping):
         _check_dims(given_dims, preset)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ MAX_TOPK = 1 << 20
 MAX_ROW_ELEMENTS = 65535
 
 _MAX_SHOWN_CHARS = 60
+_PLAIN_KEY = re.compile(r"[A-Za-z0-9_-]+\Z|<<\Z", re.ASCII)
 NOTHING = object()  # no value was written at the key
 
 # Bounds by the last word of the key path, with what the number counts.
@@ -68,13 +70,17 @@ def dotted(path: KeyPath) -> str:
     """`kv.format`, `archs[1]`."""
     text = ""
     for part in path:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+        word = part if isinstance(part, int) or _PLAIN_KEY.match(part) else show(part)
+        text += f"[{word}]" if isinstance(part, int) else f".{word}" if text else str(word)
     return text
 
 
 def show(value: Any) -> str:
     """A value on one line, cut to a readable length."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # an int of more digits than Python prints
+        text = f"<{type(value).__name__} too long to print>"
     return text if len(text) <= _MAX_SHOWN_CHARS else text[: _MAX_SHOWN_CHARS - 3] + "..."
 
 
@@ -103,7 +109,7 @@ def _describe(detail: ErrorDetails, model: type[BaseModel]) -> Problem:
     if kind in ("model_type", "model_attributes_type", "dict_type"):
         return Problem(path, f"must be a mapping with the keys {', '.join(_fields_at(path, model))}", value)
     if kind == "string_pattern_mismatch":
-        return Problem(path, "must be letters, digits, '_', '.', '-', 1 to 64 of them, starting with no sign", value)
+        return Problem(path, "must be 1 to 64 of A-Z, a-z, 0-9, '_', '.', '-', the first a letter or digit", value)
     if kind == "too_short":
         return Problem(path, "must list at least one", value)
     return Problem(path, f"is not allowed: {detail['msg'][:1].lower()}{detail['msg'][1:]}", value)
