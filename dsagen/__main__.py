@@ -1,0 +1,7 @@
+"""`python -m dsagen` is the command line."""
+
+import sys
+
+from dsagen.cli import main
+
+sys.exit(main())

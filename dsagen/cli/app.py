@@ -1,0 +1,94 @@
+"""The command group, and the one place where an error becomes a line and an exit code.
+
+Command modules import what they run inside the command, so that `dsagen --help` and a warm build stay fast.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+
+import click
+
+from dsagen.cli import building, doctor, explaining, listing
+from dsagen.errors import DsagenError
+from dsagen.log import configure_logging
+
+INTERRUPTED = 130
+
+EXIT_CODES = """Exit codes: 0 success, 2 bad input, 3 failed build, 4 failed check, 5 no usable device,
+130 interrupted, 1 anything else."""
+
+
+class _Commands(click.Group):
+    """A group that names the nearest command when there is none of that name."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
+            close = difflib.get_close_matches(args[0], self.commands, n=1)
+            hint = f" (did you mean {close[0]!r}?)" if close else ""
+            ctx.fail(f"no command {args[0]!r}{hint}; commands are {', '.join(sorted(self.commands))}")
+        return super().resolve_command(ctx, args)
+
+
+def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        click.echo(f"dsagen {installed_version()}")
+        ctx.exit()
+
+
+def installed_version() -> str:
+    """The version of the installed package, or "not installed" in a bare checkout."""
+    try:
+        return metadata.version("dsagen")
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+@click.group(cls=_Commands, epilog=EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("-v", "--verbose", count=True, help="Log what is compiled and why (-vv: look-ups and commands too).")
+@click.option("--version", is_flag=True, expose_value=False, is_eager=True, callback=_print_version, help="Version.")
+def cli(verbose: int) -> None:
+    """Compile exactly the CUDA kernels that a sparse-attention deployment needs.
+
+    A SPEC is a YAML file, or the name of a shipped one such as v32_h16. Building needs neither a GPU nor torch;
+    `check` and `bench` need a device.
+    """
+    configure_logging(verbose)
+
+
+for _command in (
+    building.build,
+    building.render,
+    listing.list_variants,
+    listing.schema,
+    explaining.explain,
+    doctor.doctor,
+):
+    cli.add_command(_command)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line on `arguments` (of the process by default); the exit code."""
+    try:
+        code = cli.main(args=None if arguments is None else list(arguments), prog_name="dsagen", standalone_mode=False)
+    except click.ClickException as error:
+        usage = f"{error.ctx.get_usage()}\n" if isinstance(error, click.UsageError) and error.ctx else ""
+        click.echo(f"{usage}error: {error.format_message()}", err=True)
+        return error.exit_code
+    except click.Abort:
+        click.echo("error: interrupted", err=True)
+        return INTERRUPTED
+    except DsagenError as error:
+        click.echo(f"error: {error}", err=True)
+        return error.exit_code
+    except BrokenPipeError:
+        # The reader of a pipe is gone; without this the interpreter complains once more while it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return code if isinstance(code, int) else 0

@@ -1,0 +1,142 @@
+"""`dsagen build` and `dsagen render`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dsagen.cli.selection import (
+    arch_option,
+    json_option,
+    matrix_lines,
+    render_units,
+    select,
+    specs_argument,
+)
+from dsagen.cli.table import aligned, echo_json, echo_lines
+from dsagen.errors import BuildError
+
+if TYPE_CHECKING:
+    from dsagen.build import BuildResult
+    from dsagen.build.unit import Unit
+
+_OUT_HELP = "Folder that gets generated/<arch>/<slug>.cu.  [default: the current one]"
+
+
+@click.command()
+@specs_argument()
+@arch_option
+@click.option("--out", type=click.Path(path_type=Path), default=Path(), help=_OUT_HELP)
+@click.option("--jobs", type=click.IntRange(min=1), help="Most compiles at once.  [default: by cores and memory]")
+@click.option("--force", is_flag=True, help="Compile also what is in the store.")
+@click.option("--quiet", is_flag=True, help="Print nothing but errors.")
+@json_option
+def build(
+    specs: tuple[str, ...],
+    archs: tuple[str, ...],
+    out: Path,
+    jobs: int | None,
+    force: bool,
+    quiet: bool,
+    as_json: bool,
+) -> None:
+    """Compile every kernel that the SPECs can reach into the kernel store.
+
+    Prints what will and what cannot be built before anything compiles. Needs nvcc for what is not in the store yet.
+    """
+    from dsagen.build import Store, build_units, make_progress
+
+    start = time.monotonic()
+    selections = select(specs, archs)
+    if not (quiet or as_json):
+        echo_lines(matrix_lines(selections))
+    units = render_units(selections)
+    _write(units, out)
+    results = build_units(
+        units, Store.open(), _toolchain_for(units), make_progress(quiet or as_json), jobs=jobs, force=force
+    )
+    seconds = time.monotonic() - start
+    if as_json:
+        echo_json({"kernels": [_result_json(result) for result in results], "seconds": round(seconds, 3)})
+    elif not quiet:
+        echo_lines(_summary(results, seconds))
+
+
+@click.command()
+@specs_argument()
+@arch_option
+@click.option("--out", type=click.Path(path_type=Path), default=Path(), help=_OUT_HELP)
+@json_option
+def render(specs: tuple[str, ...], archs: tuple[str, ...], out: Path, as_json: bool) -> None:
+    """Write the complete CUDA text of every kernel of the SPECs, without compiling it."""
+    units = render_units(select(specs, archs))
+    paths = _write(units, out)
+    if as_json:
+        files = [
+            {"slug": unit.slug, "symbol": unit.symbol, "arch": unit.arch, "path": str(path)}
+            for unit, path in zip(units, paths, strict=True)
+        ]
+        echo_json({"files": files})
+    else:
+        echo_lines(str(path) for path in paths)
+
+
+def _write(units: Sequence[Unit], out: Path) -> list[Path]:
+    from dsagen.build import write_generated
+
+    try:
+        return write_generated(units, out)
+    except OSError as error:
+        raise BuildError(
+            f"generated CUDA text cannot be written below {out.absolute()}: {error.strerror} ({error.filename}): "
+            "name a folder that can be written with --out"
+        ) from None
+
+
+def _toolchain_for(units: Sequence[Unit]) -> Any:
+    """A finder that wants an nvcc new enough for every arch of the units."""
+    from dsagen.arch import arch
+    from dsagen.build import find_toolchain
+
+    minimums = {unit.arch: arch(unit.arch).min_cuda for unit in units}
+    return lambda: find_toolchain(minimums)
+
+
+def _summary(results: Sequence[BuildResult], seconds: float) -> list[str]:
+    rows = []
+    for result in results:
+        report, plan = result.entry.report, result.entry.plan
+        rows.append(
+            [
+                result.entry.slug,
+                f"{report['registers']} registers",
+                f"{plan['smem_bytes']} B shared",
+                "cached" if result.was_cached else f"{result.seconds:.2f} s",
+            ]
+        )
+    compiled = sum(not result.was_cached for result in results)
+    roots = sorted({str(result.entry.path.parent) for result in results})
+    return [
+        *aligned(rows),
+        f"{len(results)} kernels in {', '.join(roots)}: {compiled} compiled, {len(results) - compiled} cached, "
+        f"{seconds:.1f} s",
+    ]
+
+
+def _result_json(result: BuildResult) -> dict[str, Any]:
+    entry = result.entry
+    return {
+        "slug": entry.slug,
+        "symbol": entry.symbol,
+        "arch": entry.arch,
+        "path": str(entry.path),
+        "cached": result.was_cached,
+        "seconds": round(result.seconds, 3),
+        "nvcc": entry.nvcc_version,
+        "smem_bytes": entry.plan["smem_bytes"],
+        "report": dict(entry.report),
+    }

@@ -1,0 +1,80 @@
+"""A kernel plan as text: its axes, its shared memory drawn to scale, its guards, its argument block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dsagen.cli.table import aligned
+from dsagen.guard import Guard
+from dsagen.plan import KernelPlan
+
+BAR_CELLS = 32
+
+
+def plan_lines(plan: KernelPlan, launch_guards: Sequence[Guard], registers: int | None) -> list[str]:
+    """The whole plan; `registers` are those of the compiled kernel, None when it is not in the store."""
+    sections = [
+        ("axes", [f"{name} = {value}" for name, value in plan.variant.axes]),
+        ("launch", launch_lines(plan, registers)),
+        ("budget", aligned(plan.budget)),
+        ("shared memory", smem_lines(plan)),
+        ("argument block", params_lines(plan)),
+        ("guards that held when this was planned", plan_guard_lines(plan)),
+        ("guards checked at launch", launch_guard_lines(launch_guards)),
+    ]
+    lines = [plan.slug]
+    for title, content in sections:
+        if content:
+            lines += ["", f"  {title}", *(f"    {line}" for line in content)]
+    return lines
+
+
+def launch_lines(plan: KernelPlan, registers: int | None) -> list[str]:
+    """Grid, block, shared memory and registers."""
+    used = "not compiled yet" if registers is None else f"{registers} used"
+    overlap = ["starts before its predecessor ends (programmatic dependent launch)"] if plan.overlaps_previous else []
+    return [
+        f"grid of {plan.grid} blocks, {plan.threads} threads each, at least {plan.min_blocks_per_sm} a multiprocessor",
+        f"{plan.smem_bytes} B of dynamic shared memory",
+        f"{plan.registers_cap} registers a thread at most, {used}",
+        *overlap,
+    ]
+
+
+def smem_lines(plan: KernelPlan) -> list[str]:
+    """One line per member, with its bytes, a bar to scale and what it is for."""
+    rows = []
+    for field in plan.smem:
+        extents = "".join(f"[{extent}]" for extent in field.extents)
+        span = f"{field.offset_bytes:>6} .. {field.last_byte:>6}"
+        bar = _bar(field.offset_bytes, field.last_byte + 1, plan.smem_bytes)
+        rows.append([span, f"{field.size_bytes:>6} B", bar, f"{field.ctype} {field.name}{extents}", field.note])
+    return aligned(rows)
+
+
+def params_lines(plan: KernelPlan) -> list[str]:
+    """Offset, declaration and meaning of each argument."""
+    rows = [[f"{field.offset_bytes:>4}", field.declaration, field.note] for field in plan.params]
+    return [*aligned(rows), f"{plan.params_bytes} B in all"]
+
+
+def plan_guard_lines(plan: KernelPlan) -> list[str]:
+    """Id, expression and the values it held with."""
+    return aligned(
+        [
+            [f"[{guard.guard_id}]", guard.expression, ", ".join(f"{name} {value}" for name, value in guard.values)]
+            for guard in plan.guards
+        ]
+    )
+
+
+def launch_guard_lines(guards: Sequence[Guard]) -> list[str]:
+    """Id and expression."""
+    return aligned([[f"[{guard.guard_id}]", guard.expression] for guard in guards])
+
+
+def _bar(begin: int, end: int, total: int) -> str:
+    """The range as cells of a row that stands for `total` bytes; never empty."""
+    first = min(begin * BAR_CELLS // total, BAR_CELLS - 1)
+    last = max(first + 1, -(-end * BAR_CELLS // total))
+    return "|" + " " * first + "#" * (last - first) + " " * (BAR_CELLS - last) + "|"

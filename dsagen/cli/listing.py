@@ -1,0 +1,102 @@
+"""`dsagen list` and `dsagen schema`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dsagen.cli.selection import (
+    Selection,
+    arch_option,
+    cell_text,
+    json_option,
+    matrix_lines,
+    select,
+    specs_argument,
+)
+from dsagen.cli.table import echo_json, echo_lines, markdown
+
+if TYPE_CHECKING:
+    from dsagen.family import Cell
+
+REFUSED = "-"
+_MARKDOWN_HEADER = ("spec", "op", "arch", "kernel", "rung", "variant, or why not")
+
+
+@click.command("list")
+@specs_argument(required=False)
+@arch_option
+@click.option("--markdown", "as_markdown", is_flag=True, help="Print the README's table: shipped evidence only.")
+@json_option
+def list_variants(specs: tuple[str, ...], archs: tuple[str, ...], as_markdown: bool, as_json: bool) -> None:
+    """List every kernel of the SPECs (all shipped ones by default): kept or refused and why, and its highest rung.
+
+    Rungs: planned, compiled (it is in the kernel store), conformant on a device, benchmarked on a device.
+    """
+    from dsagen.spec import shipped_specs
+
+    selections = select(specs or tuple(shipped_specs()), archs)
+    if as_markdown:
+        echo_lines(support_matrix(selections))
+        return
+    rungs = _rungs(selections, with_store=True)
+    if as_json:
+        echo_json({"specs": [_selection_json(selection, rungs) for selection in selections]})
+    else:
+        echo_lines(matrix_lines(selections, lambda cell: _rung_of(cell, rungs)))
+
+
+@click.command()
+def schema() -> None:
+    """Print the JSON schema of a SPEC."""
+    from dsagen.spec import json_schema
+
+    echo_json(json_schema())
+
+
+def support_matrix(selections: Sequence[Selection]) -> list[str]:
+    """The matrices as a Markdown table; its rungs come from shipped evidence, so that it is the same everywhere."""
+    rungs = _rungs(selections, with_store=False)
+    rows = []
+    for selection in selections:
+        for cell in selection.matrix.cells:
+            text = f"`{cell_text(cell)}`" if cell.kept else f"refused: {cell_text(cell)}"
+            rows.append((selection.spec.name, cell.op, cell.arch, cell.role, _rung_of(cell, rungs), text))
+    return markdown(rows, _MARKDOWN_HEADER)
+
+
+def _rungs(selections: Sequence[Selection], with_store: bool) -> dict[str, str]:
+    """Rung by slug of every kept cell."""
+    from dsagen.build import Store
+    from dsagen.render import render
+
+    store = Store.open() if with_store else None
+    found: dict[str, str] = {}
+    for plan in (plan for selection in selections for plan in selection.matrix.plans()):
+        if plan.slug not in found:
+            unit = render(plan)
+            compiled = store is not None and store.lookup(unit) is not None
+            found[plan.slug] = "compiled" if compiled else "planned"
+    return found
+
+
+def _rung_of(cell: Cell, rungs: dict[str, str]) -> str:
+    return rungs[cell.variant.slug] if cell.variant is not None and cell.kept else REFUSED
+
+
+def _selection_json(selection: Selection, rungs: dict[str, str]) -> dict[str, Any]:
+    cells = [
+        {
+            "op": cell.op,
+            "role": cell.role,
+            "arch": cell.arch,
+            "kept": cell.kept,
+            "reason": cell.refusal or None,
+            "slug": cell.variant.slug if cell.variant is not None else None,
+            "rung": _rung_of(cell, rungs) if cell.kept else None,
+        }
+        for cell in selection.matrix.cells
+    ]
+    return {"spec": selection.spec.name, "complete": not selection.matrix.refused, "cells": cells}

@@ -1,0 +1,110 @@
+"""From the SPEC and --arch arguments to matrices and rendered units, and how a matrix is printed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from dsagen import knobs
+from dsagen.cli.table import aligned
+from dsagen.errors import SpecError
+
+if TYPE_CHECKING:
+    from dsagen.family import Cell
+    from dsagen.matrix import Matrix
+    from dsagen.render import RenderedUnit
+    from dsagen.spec import DeploymentSpec
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Selection:
+    """One spec of the command line and its matrix for the archs that were asked for."""
+
+    spec: DeploymentSpec
+    matrix: Matrix
+
+
+def specs_argument(required: bool = True) -> Callable[[Command], Command]:
+    """The SPEC... argument."""
+    return click.argument("specs", metavar="SPEC...", nargs=-1, required=required)
+
+
+def arch_option(command: Command) -> Command:
+    """The --arch option, repeatable, each value one arch or a comma list."""
+    return click.option(
+        "--arch",
+        "archs",
+        multiple=True,
+        metavar="ARCH",
+        help="Only this arch of those that the spec declares (repeatable, or a comma list). "
+        "Default: DSAGEN_ARCH_LIST, else all of them.",
+    )(command)
+
+
+def json_option(command: Command) -> Command:
+    """The --json flag."""
+    return click.option("--json", "as_json", is_flag=True, help="Print one JSON document and nothing else.")(command)
+
+
+def select(specs: Iterable[str], archs: Iterable[str]) -> list[Selection]:
+    """Load the specs and expand their matrices.
+
+    SpecError for a bad spec, an arch that a spec does not declare, and two specs of one name that differ.
+    """
+    from dsagen.matrix import expand
+    from dsagen.spec import load_spec
+
+    wanted = tuple(word for text in archs for word in text.split(",") if word.strip()) or knobs.ARCH_LIST.get() or None
+    selections: dict[str, Selection] = {}
+    for source in specs:
+        spec = load_spec(source)
+        known = selections.get(spec.name)
+        if known is not None and known.spec != spec:
+            raise SpecError(f"two different specs are named {spec.name!r}: set `name` in one of them")
+        selections[spec.name] = Selection(spec, expand(spec, wanted))
+    return list(selections.values())
+
+
+def render_units(selections: Iterable[Selection]) -> list[RenderedUnit]:
+    """Every kernel of the selections once, rendered; SpecError when a spec declares what cannot be built."""
+    from dsagen.render import render
+
+    plans = {}
+    for selection in selections:
+        selection.matrix.require_complete()
+        plans.update({plan.slug: plan for plan in selection.matrix.plans()})
+    return [render(plan) for plan in plans.values()]
+
+
+def matrix_lines(selections: Sequence[Selection], middle_column: Callable[[Cell], str] | None = None) -> list[str]:
+    """The matrices as text, a block for each spec.
+
+    The columns are op, role, arch, kept or refused, what `middle_column` says, and the slug or the reason.
+    """
+    lines = []
+    for selection in selections:
+        lines.append(f"{selection.spec.name}: {describe_spec(selection.spec)}")
+        rows = []
+        for cell in selection.matrix.cells:
+            middle = [middle_column(cell)] if middle_column else []
+            state = "kept" if cell.kept else "refused"
+            rows.append([cell.op, cell.role, cell.arch, state, *middle, cell_text(cell)])
+        lines += aligned(rows, indent=2)
+    return lines
+
+
+def cell_text(cell: Cell) -> str:
+    """A kept cell's slug, a refused one's reason."""
+    return cell.variant.slug if cell.variant is not None and cell.kept else cell.refusal
+
+
+def describe_spec(spec: DeploymentSpec) -> str:
+    """A spec in one line."""
+    extra = f" + {spec.extra_kv.format_id} (topk {spec.extra_kv.topk})" if spec.extra_kv is not None else ""
+    mode = "" if spec.determinism == "off" else f", {spec.determinism.replace('_', '-')}"
+    return f"{spec.model}, {spec.heads} heads, KV {spec.kv.format_id} (topk {spec.topk}){extra}{mode}"
