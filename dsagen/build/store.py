@@ -62,6 +62,8 @@ class EntryLock:
     def release(self) -> None:
         """Free the lock; nothing happens when it is not held. The file stays, for removing it would race."""
         if self._handle is not None:
+            # Unlocked by word, since a process forked meanwhile shares the handle and would keep the lock.
+            fcntl.flock(self._handle, fcntl.LOCK_UN)
             os.close(self._handle)
             self._handle = None
 
