@@ -1,0 +1,174 @@
+"""Whether a result is right: places of NaN and infinities, absolute or relative error, cosine, error per scale group.
+
+The elementwise and cosine gates are those that FlashMLA's own tests apply to sparse decode. They let a systematic error
+pass where values are small, so each group of value dims that shares a scale is held to a relative Frobenius error too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+# Relative errors divide by |want| plus this.
+_RELATIVE_FLOOR = 1e-6
+# Groups whose RMS is below this share of the RMS of all rows and heads carry no information about relative error.
+_NEGLIGIBLE_GROUP = 0.05
+# Bound on the relative error of an fp32 logit, accumulated in about 40 truncating matrix steps.
+_LOGIT_ERROR = 4e-6
+
+
+@dataclass(frozen=True)
+class Gates:
+    """Limits of one comparison. An element passes with an absolute *or* a relative error below its gate.
+
+    `out_abs_rms` adds an absolute gate in units of its group's RMS, for values whose magnitude is not about 1.
+    `lse_limit` holds for every finite lse, whatever the relative gate allows.
+    """
+
+    out_abs: float = 1e-3
+    out_rel: float = 2.01 * 2.0**-7
+    out_cos: float = 5e-6
+    out_abs_rms: float = 0.0
+    group_error: float = 4e-3
+    lse_abs: float = 1e-6
+    lse_rel: float = 8.01 * 2.0**-16
+    lse_cos: float = 5e-6
+    lse_limit: float = 1e-3
+
+    def for_peak(self, peak: float) -> Gates:
+        """Gates for values of any magnitude and logits up to `peak`, whose own rounding then shows in the weights."""
+        logit_error = _LOGIT_ERROR * peak
+        group_error = self.group_error + 2 * logit_error
+        return replace(
+            self,
+            out_abs=0.0,
+            out_abs_rms=2e-2 + 10 * logit_error,
+            out_cos=self.out_cos + group_error**2,
+            group_error=group_error,
+            lse_limit=self.lse_limit + logit_error,
+        )
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Result of one tensor. `worst_rel` is over elements beyond the absolute gate; `problem` is empty on a pass."""
+
+    worst_abs: float
+    worst_rel: float
+    cos: float
+    worst_group: float
+    problem: str
+
+    @property
+    def passed(self) -> bool:
+        """Whether every gate held."""
+        return not self.problem
+
+
+@dataclass(frozen=True)
+class DecodeComparison:
+    """Both outputs of sparse decode."""
+
+    out: Comparison
+    lse: Comparison
+
+    @property
+    def passed(self) -> bool:
+        """Whether both are right."""
+        return self.out.passed and self.lse.passed
+
+    @property
+    def problem(self) -> str:
+        """What is wrong, empty when nothing is."""
+        named = (("out", self.out.problem), ("lse", self.lse.problem))
+        return "; ".join(f"{name}: {text}" for name, text in named if text)
+
+
+def compare_decode(
+    out: Tensor, lse: Tensor, want_out: Tensor, want_lse: Tensor, group_dims: int, gates: Gates
+) -> DecodeComparison:
+    """Compare out [rows, heads, d_v] and lse [rows, heads] with fp64 references; problems say (row, head[, dim]).
+
+    `group_dims` is the width of a scale group, which divides d_v.
+    """
+    return DecodeComparison(_compare_out(out, want_out, group_dims, gates), _compare_lse(lse, want_lse, gates))
+
+
+def _compare_out(got: Tensor, want: Tensor, group_dims: int, gates: Gates) -> Comparison:
+    got = got.double()
+    grouped = want.nan_to_num(0.0, 0.0, 0.0).reshape(*want.shape[:2], -1, group_dims)
+    norm = grouped.square().mean(3).sqrt()
+    out_abs = (
+        gates.out_abs + gates.out_abs_rms * norm.repeat_interleave(group_dims, 2)
+        if gates.out_abs_rms
+        else gates.out_abs
+    )
+    plain = _compare(got, want, out_abs, gates.out_rel, gates.out_cos)
+    if plain.problem or want.numel() == 0:
+        return plain
+    difference = (got - want).nan_to_num(0.0, 0.0, 0.0).reshape(grouped.shape)
+    typical = norm.square().mean((0, 1), keepdim=True).sqrt()
+    heavy = (norm > _NEGLIGIBLE_GROUP * typical) & (norm > 0)
+    error = torch.where(heavy, difference.square().mean(3).sqrt() / norm.masked_fill(~heavy, 1.0), 0.0)
+    worst, where = error.flatten().max(0)
+    problem = ""
+    if not float(worst) <= gates.group_error:
+        row, head, group = _unravel(int(where), error.shape)
+        problem = (
+            f"row {row}, head {head}, dims {group * group_dims}..{(group + 1) * group_dims - 1}: "
+            f"relative Frobenius error {float(worst):.3g} > {gates.group_error:.3g}"
+        )
+    return replace(plain, worst_group=float(worst), problem=problem)
+
+
+def _compare_lse(got: Tensor, want: Tensor, gates: Gates) -> Comparison:
+    plain = _compare(got.double(), want, gates.lse_abs, gates.lse_rel, gates.lse_cos)
+    if plain.problem or plain.worst_abs <= gates.lse_limit:
+        return plain
+    return replace(plain, problem=f"absolute error {plain.worst_abs:.3g} > {gates.lse_limit:.3g}")
+
+
+def _compare(got: Tensor, want: Tensor, abs_gate: float | Tensor, rel_gate: float, cos_gate: float) -> Comparison:
+    if got.shape != want.shape:
+        return Comparison(0.0, 0.0, 0.0, 0.0, f"shape {tuple(got.shape)}, expected {tuple(want.shape)}")
+    if got.numel() == 0:
+        return Comparison(0.0, 0.0, 0.0, 0.0, "")
+    special = _kind(got) != _kind(want)
+    if bool(special.any()):
+        return Comparison(0.0, 0.0, 0.0, 0.0, f"NaN or infinity differs in {_first(special, got, want)}")
+    finite = want.isfinite()
+    a, b = got.masked_fill(~finite, 0.0), want.masked_fill(~finite, 0.0)
+    error = (a - b).abs()
+    relative = torch.where(error < abs_gate, 0.0, error / (b.abs() + _RELATIVE_FLOOR))
+    bad = relative >= rel_gate
+    power = a.square().sum() + b.square().sum()
+    cos = torch.where(power > 0, (a - b).square().sum() / power, 0.0)
+    worst_abs, worst_rel, cosine, bad_count = torch.stack(
+        (error.max(), relative.max(), cos, bad.sum().double())
+    ).tolist()
+    problem = ""
+    if bad_count:
+        problem = f"{int(bad_count)} of {bad.numel()} elements off, first {_first(bad, got, want)}"
+    elif not cosine < cos_gate:
+        problem = f"cosine distance {cosine:.3g} >= {cos_gate:.3g}"
+    return Comparison(worst_abs, worst_rel, cosine, 0.0, problem)
+
+
+def _kind(x: Tensor) -> Tensor:
+    """0 finite, 1 NaN, 2 +inf, 3 -inf."""
+    return x.isnan().to(torch.uint8) + 2 * x.isposinf().to(torch.uint8) + 3 * x.isneginf().to(torch.uint8)
+
+
+def _first(bad: Tensor, got: Tensor, want: Tensor) -> str:
+    where = _unravel(int(bad.flatten().to(torch.uint8).argmax()), bad.shape)
+    return f"{where}: {float(got[where]):.6g}, expected {float(want[where]):.6g}"
+
+
+def _unravel(flat: int, shape: torch.Size) -> tuple[int, ...]:
+    index: list[int] = []
+    for extent in reversed(shape):
+        flat, rest = divmod(flat, extent)
+        index.append(rest)
+    return tuple(reversed(index))

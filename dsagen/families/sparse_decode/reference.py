@@ -1,0 +1,208 @@
+"""Sparse decode in fp64, straight from the format record: what every kernel of the family is held to.
+
+Rows are gathered by the record's byte map and dequantised without rounding (code times scale in fp64); softmax and both
+products are fp64 too. Runs on any torch device, in chunks of rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from dsagen.dtype import BF16, E2M1, E4M3, FP16, FP32, ElementType
+from dsagen.kv_format import KvFormat, Segment
+
+# Dequantised rows held at once. Large enough for full-rate batched products on a GPU.
+CHUNK_BYTES_CPU = 1 << 28
+CHUNK_BYTES_DEVICE = 1 << 30
+
+Caches = Tensor | Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class DecodeReference:
+    """Exact results: `out` fp64 [rows, heads, d_v], `lse` fp64 [rows, heads], `peak` the largest finite |logit|."""
+
+    out: Tensor
+    lse: Tensor
+    peak: float
+
+
+@dataclass(frozen=True)
+class CacheBytes:
+    """One cache tensor as bytes: `flat` uint8 from the first byte of page 0 to the last byte of the last page."""
+
+    flat: Tensor
+    pages: int
+    page_size: int
+    page_stride_bytes: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that ids can address."""
+        return self.pages * self.page_size
+
+    @classmethod
+    def of(cls, cache: Tensor) -> CacheBytes:
+        """View of a [pages, page_size, 1, columns] tensor whose pages have adjacent bytes."""
+        rows = cache.view(torch.uint8)
+        pages, page_size, _, row_bytes = rows.shape
+        stride = rows.stride(0) if pages > 1 else page_size * row_bytes
+        length = (pages - 1) * stride + page_size * row_bytes
+        return cls(rows.as_strided((length,), (1,)), pages, page_size, stride)
+
+    def words(self, segment: Segment, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The pool as machine words, and which of them hold a segment of some tokens: int64 [ids, words of a token]."""
+        section_bytes = segment.section_bytes_per_token * self.page_size
+        row = (
+            segment.size_bytes,
+            self.page_stride_bytes,
+            section_bytes,
+            segment.token_stride_bytes,
+            segment.offset_bytes,
+        )
+        word_bytes = math.gcd(8, self.flat.numel(), self.flat.storage_offset(), *row)
+        dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[word_bytes]
+        page, slot = ids // self.page_size, ids % self.page_size
+        first = page * self.page_stride_bytes + slot * segment.token_stride_bytes + section_bytes + segment.offset_bytes
+        steps = torch.arange(segment.size_bytes // word_bytes, device=ids.device)
+        return self.flat.view(dtype), (first // word_bytes).unsqueeze(1) + steps
+
+
+def cache_tensors(record: KvFormat, caches: Caches) -> Mapping[str, CacheBytes]:
+    """The record's tensors by name; a lone tensor is taken for a format that has one."""
+    named = {record.cache_tensor().name: caches} if isinstance(caches, Tensor) else caches
+    return {tensor.name: CacheBytes.of(named[tensor.name]) for tensor in record.tensors}
+
+
+def read_tokens(record: KvFormat, caches: Caches, ids: Tensor) -> Tensor:
+    """fp64 [ids, d_qk]: tokens at int64 `ids` (page * page_size + slot, all inside the pool), dequantised exactly."""
+    tensors = cache_tensors(record, caches)
+    rows = torch.empty(ids.numel(), record.d_qk, dtype=torch.float64, device=ids.device)
+    for segment in record.data_segments:
+        columns = slice(segment.first_dim, segment.first_dim + segment.count)
+        rows[:, columns] = _decode(segment.element, _segment_bytes(tensors[segment.tensor], segment, ids))
+    if record.scale_groups:
+        segment = record.segment("scales")
+        scales = _decode(segment.element, _segment_bytes(tensors[segment.tensor], segment, ids))
+        grouped = rows[:, : record.scaled_dims].view(-1, record.scale_groups, record.scale_group_dims)
+        grouped *= scales.unsqueeze(2)
+    return rows
+
+
+def sparse_decode_reference(
+    q: Tensor,
+    record: KvFormat,
+    caches: Caches,
+    indices: Tensor,
+    *,
+    sm_scale: float,
+    topk_length: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+    lse_base: str | int = "e",
+    empty_lse: float = math.inf,
+    rows: Tensor | None = None,
+) -> DecodeReference:
+    """Attention of each query token over the tokens that its index row selects.
+
+    q [batch, s_q, heads, d_qk]; indices int [batch, s_q, topk], page * page_size + slot; topk_length int [batch] or
+    [batch, s_q]; attn_sink [heads], a natural-log logit that takes weight and gives no value. An id that is negative,
+    at or past the pool, or in a column at or past the length selects nothing; equal ids count as often as they occur.
+    A row that selects nothing gives out 0 and lse `empty_lse`, whatever the sink. The sink is not part of lse, which is
+    in base e or 2. `rows` int64 picks some of the batch * s_q query tokens; by default all are computed in order.
+    """
+    batch, s_q, heads, _ = q.shape
+    if rows is None:
+        rows = torch.arange(batch * s_q, device=q.device)
+    live = _live_columns(indices, topk_length)
+    pool_tokens = min(tensor.tokens for tensor in cache_tensors(record, caches).values())
+    out = torch.empty(rows.numel(), heads, record.d_v, dtype=torch.float64, device=q.device)
+    lse = torch.empty(rows.numel(), heads, dtype=torch.float64, device=q.device)
+    peaks = [torch.zeros((), dtype=torch.float64, device=q.device)]
+    budget = CHUNK_BYTES_DEVICE if q.is_cuda else CHUNK_BYTES_CPU
+    step = max(1, budget // (8 * record.d_qk * indices.shape[2]))
+    for first in range(0, rows.numel(), step):
+        part = rows[first : first + step]
+        b, s = part // s_q, part % s_q
+        ids = indices[b, s].long()
+        valid = (ids >= 0) & (ids < pool_tokens) & (torch.arange(ids.shape[1], device=ids.device) < live[b, s, None])
+        chunk = slice(first, first + part.numel())
+        out[chunk], lse[chunk], peak = _attend(q[b, s].double() * sm_scale, record, caches, ids, valid)
+        peaks.append(peak)
+    empty = lse == -math.inf
+    if attn_sink is not None:
+        out *= (1 / (1 + torch.exp(attn_sink.double() - lse))).masked_fill(empty, 0.0).unsqueeze(2)
+    lse = (lse / math.log(2) if lse_base == 2 else lse).masked_fill(empty, empty_lse)
+    return DecodeReference(out, lse, float(torch.stack(peaks).max()))
+
+
+def combine_reference(
+    lse_accum: Tensor,
+    o_accum: Tensor,
+    *,
+    attn_sink: Tensor | None = None,
+    lse_base: str | int = "e",
+    empty_lse: float = math.inf,
+) -> tuple[Tensor, Tensor]:
+    """Merge of splits: (out fp64 [rows, heads, d_v], lse fp64 [rows, heads]).
+
+    lse_accum [rows, splits, heads] is base 2, -inf for a split without tokens, whose part of o_accum
+    [rows, splits, heads, d_v] counts for nothing even where it holds NaN.
+    """
+    partial = lse_accum.double() * math.log(2)
+    total = torch.logsumexp(partial, 1)
+    empty = total == -math.inf
+    weight = torch.exp(partial - total.masked_fill(empty, 0.0).unsqueeze(1))
+    values = o_accum.double().masked_fill((weight == 0).unsqueeze(3), 0.0)
+    out = torch.einsum("rsh,rshd->rhd", weight, values)
+    if attn_sink is not None:
+        out *= (1 / (1 + torch.exp(attn_sink.double() - total))).masked_fill(empty, 0.0).unsqueeze(2)
+    lse = (total / math.log(2) if lse_base == 2 else total).masked_fill(empty, empty_lse)
+    return out, lse
+
+
+def _live_columns(indices: Tensor, topk_length: Tensor | None) -> Tensor:
+    """int64 [batch, s_q]: columns of each index row that count."""
+    batch, s_q, topk = indices.shape
+    if topk_length is None:
+        return torch.full((batch, s_q), topk, device=indices.device)
+    per_token = topk_length.long() if topk_length.ndim == 2 else topk_length.long().unsqueeze(1)
+    return per_token.expand(batch, s_q).clamp(0, topk)
+
+
+def _attend(q: Tensor, record: KvFormat, caches: Caches, ids: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, natural lse with -inf for empty rows, largest finite |logit|) of rows with scaled q [n, heads, d]."""
+    x = read_tokens(record, caches, ids.masked_fill(~valid, 0).flatten()).view(*ids.shape, record.d_qk)
+    # Whatever lies at id 0 stands in for masked columns: zero it, since 0 * NaN is NaN.
+    x.masked_fill_(~valid.unsqueeze(2), 0.0)
+    logits = torch.bmm(q, x.transpose(1, 2))
+    peak = logits.nan_to_num(0.0, 0.0, 0.0).abs().amax()
+    logits.masked_fill_(~valid.unsqueeze(1), -math.inf)
+    lse = torch.logsumexp(logits, 2)
+    probability = torch.exp(logits - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(2))
+    return torch.bmm(probability, x[..., : record.d_v]), lse, peak
+
+
+def _segment_bytes(cache: CacheBytes, segment: Segment, ids: Tensor) -> Tensor:
+    """uint8 [ids, bytes of the segment in a token]."""
+    words, where = cache.words(segment, ids)
+    return words[where].view(torch.uint8)
+
+
+def _decode(element: ElementType, data: Tensor) -> Tensor:
+    """fp64 [n, elements] of packed bytes [n, bytes]; the even element of an FP4 pair has the low four bits."""
+    plain = {BF16: torch.bfloat16, FP16: torch.float16, FP32: torch.float32, E4M3: torch.float8_e4m3fn}.get(element)
+    if plain is not None:
+        return data.view(plain).float().double()
+    codes = torch.stack((data & 15, data >> 4), 2).flatten(1) if element is E2M1 else data
+    return _decode_table(element).to(data.device)[codes.long()]
+
+
+@cache
+def _decode_table(element: ElementType) -> Tensor:
+    return torch.tensor([element.decode(code) for code in range(1 << element.bits)], dtype=torch.float64)
