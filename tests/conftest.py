@@ -1,0 +1,69 @@
+"""What every test shares: an own kernel store, a clean environment, and an honest count of what did not run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dsagen import knobs
+from dsagen.build import find_toolchain
+from dsagen.errors import ToolchainError
+from dsagen.runtime.survey import survey_devices
+
+NOT_RUN: dict[str, list[str]] = {"gpu": [], "compile": []}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden and the README's tables")
+
+
+def _missing() -> dict[str, str]:
+    """Marker -> why tests with it cannot run here."""
+    missing = {}
+    problem = survey_devices().problem
+    if problem is not None:
+        missing["gpu"] = problem
+    try:
+        find_toolchain()
+    except ToolchainError as error:
+        missing["compile"] = str(error).splitlines()[0]
+    return missing
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for marker, why in _missing().items():
+        for item in items:
+            if item.get_closest_marker(marker) is not None:
+                item.add_marker(pytest.mark.skip(reason=why))
+                item.user_properties.append(("not_run", marker))
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "setup" and report.skipped:
+        for name, marker in report.user_properties:
+            if name == "not_run":
+                NOT_RUN[str(marker)].append(report.nodeid)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for marker, what in (("gpu", "a CUDA device"), ("compile", "nvcc")):
+        if NOT_RUN[marker]:
+            terminalreporter.write_line(f"{len(NOT_RUN[marker])} tests did not run, for want of {what}", yellow=True)
+
+
+@pytest.fixture(scope="session")
+def session_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The kernel store of this test run."""
+    return tmp_path_factory.mktemp("store")
+
+
+@pytest.fixture(autouse=True)
+def own_environment(session_store: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No test reads or writes the user's store, nor obeys a knob that the user has set."""
+    for name in [name for name in os.environ if name.startswith(knobs.PREFIX)]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("DSAGEN_CACHE_DIR", str(session_store))
+    yield
