@@ -4,14 +4,18 @@
 // Swapped form: S^T[tokens x heads] = K Q^T, then O^T[dims x heads] = V^T P^T, so heads are the narrow MMA dimension and
 // are padded to a multiple of 8 only.
 //
-//   warp w of kWarps     scores:  tokens 16 (w % kRowBlocks) .., a share of the head tiles      (S in registers)
+// The CTA is kTeams teams of kWarps warps. A team owns every kTeams-th tile of the split, a ring of stages and a buffer of
+// probabilities; teams share nothing but the query until their results are merged at the end, so that one team's
+// tensor-core phase runs beside another's conversions and loads. Inside a team:
+//
+//   warp w               scores:  tokens 16 (w % kRowBlocks) .., a share of the head tiles      (S in registers)
 //                        values:  dims w kValueDims / kWarps .., all heads                      (O in registers)
 //
 //   time ->   | wait tile i | A | start tile i+stages-1 | scores, P | B | O += V P | wait tile i+1 | A | ...
 //   A: barrier_sync. Every warp's copies of tile i have landed; every warp is done with P and with the stage that the next
 //      copies overwrite.
 //   B: barrier_any. P is complete; carries whether some score outgrew the softmax reference.
-//   Slow path (rare): raise the reference: column maxima -> barrier -> new reference, P again, factors -> barrier -> scale O.
+//   Slow path (rare): once more scores -> column maxima -> A' -> raise the reference, P again -> B -> scale O.
 //
 // Softmax reference: instead of a running maximum, a reference M per head that is raised only when a score exceeds it by
 // kLazyThreshold (log2 units). The result is exact for any M; L >= 2^-kLazyThreshold keeps it in range. P is masked after
@@ -37,48 +41,54 @@ struct MmaSync {
   static constexpr int kHeadTiles = C::kHeads / 8;
   static constexpr int kHeadShares = C::kWarps / kRowBlocks;  // warps among which the head tiles of a row block are dealt
   static constexpr int kShareTiles = (kHeadTiles + kHeadShares - 1) / kHeadShares;
+  static constexpr bool kEvenShares = kHeadTiles % kHeadShares == 0;
   static constexpr int kWarpDims = C::kValueDims / C::kWarps;
   static constexpr int kBlocks = kWarpDims / 16;
-  static constexpr int kThreads = C::kWarps * 32;
+  static constexpr int kTeamThreads = C::kWarps * 32;
+  static constexpr int kThreads = C::kTeams * kTeamThreads;
   static constexpr int kGatherRows = tile::RowGather<C>::kRows;
   static constexpr int kProbabilityBytes = C::kTileTokens * C::kProbabilityPitchBytes;
+  static constexpr int kAccumulateUnroll = kHeadTiles > 4 ? 2 : kRowBlocks;  // more would spill
   static constexpr int kQueryChunks = (C::kNopeDims + C::kRopeDims) / 8;
+  static constexpr int kOutputRegisters = kBlocks * kHeadTiles * 4;
   static_assert(C::kTileTokens % 16 == 0 && C::kWarps % kRowBlocks == 0 && kWarpDims % 32 == 0 && C::kHeads % 8 == 0);
   static_assert(C::kValueDims / Encoding::kProbabilityCopies % kWarpDims == 0, "a warp's dims share one probability copy");
+  static_assert(sizeof(Shared::rows) >= (C::kTeams - 1) * kOutputRegisters * kTeamThreads * 4, "teams merge through the rows");
+  static_assert(kThreads >= C::kHeads, "one thread per head finishes the softmax");
 
   const Params& p;
   Shared& shared;
-  int warp, lane;
-  // Work of this CTA.
-  int batch, token, split, first_head, heads;
-  i64 row;
-  int length, tiles;  // live columns of the index row; tiles of this split: split, split + num_splits, ...
+  int team, warp, lane;  // warp within its team
+  // Work of this CTA and team.
+  u32 row, split;  // query token batch x s_q + s, and which split of its index row
+  int first_head;
+  int length, tiles;  // live columns of the index row; tiles of this team
   const i32* indices;
-  // Scores side: this warp's head tiles, per column pair of a tile the logit factor, the reference and the partial sum.
+  // Scores side: this warp's head tiles, and per column pair of a tile the softmax reference and the partial sum.
   int row_block, tile_begin, tile_count;
-  float factor[kShareTiles][2], reference[kShareTiles][2], sum[kShareTiles][2];
+  float reference[kShareTiles][2], sum[kShareTiles][2];
   float output[kBlocks][kHeadTiles][4];
 
   DSA_DEVICE MmaSync(const Params& params, Shared& storage) : p(params), shared(storage), output{} {
-    warp = static_cast<int>(ptx::shuffle(ptx::thread_index() / 32, 0));
+    const int cta_warp = static_cast<int>(ptx::shuffle(ptx::thread_index() / 32, 0));
+    team = cta_warp / C::kWarps;
+    warp = cta_warp % C::kWarps;
     lane = ptx::thread_index() % 32;
     u32 item = ptx::block_index();
     const int group = item % p.head_groups;
     item /= p.head_groups;
     split = item % p.num_splits;
     row = item / p.num_splits;
-    batch = static_cast<int>(row / p.s_q);
-    token = static_cast<int>(row % p.s_q);
     first_head = group * p.group_heads;
-    heads = p.heads - first_head < p.group_heads ? p.heads - first_head : p.group_heads;
     length = p.topk;
     if (p.topk_length != nullptr) {
-      const int given = p.topk_length[batch * p.length_stride_b + token * p.length_stride_s];
+      const int given = p.topk_length[batch() * p.length_stride_b + token() * p.length_stride_s];
       length = given < 0 ? 0 : given < length ? given : length;
     }
     const int all_tiles = (length + C::kTileTokens - 1) / C::kTileTokens;
-    tiles = split < all_tiles ? (all_tiles - split + p.num_splits - 1) / p.num_splits : 0;
-    indices = p.indices + batch * p.indices_stride_b + token * p.indices_stride_s;
+    const int first = static_cast<int>(split) + team * p.num_splits;  // tiles first, first + kTeams * num_splits, ...
+    tiles = first < all_tiles ? (all_tiles - first - 1) / (C::kTeams * p.num_splits) + 1 : 0;
+    indices = p.indices + batch() * p.indices_stride_b + token() * p.indices_stride_s;
     row_block = warp % kRowBlocks;
     const int share = warp / kRowBlocks;
     tile_begin = share * kHeadTiles / kHeadShares;
@@ -99,13 +109,12 @@ struct MmaSync {
     }
     i32 next_id = load_id(C::kStages - 1);
     stage_query();
-    ptx::barrier_sync();
-    load_factors();
+    ptx::barrier_sync(0, kThreads);
     int stage = 0;
 #pragma unroll 1
     for (int i = 0; i < tiles; ++i) {
       ptx::copy_async_wait<C::kStages - 2>();
-      ptx::barrier_sync();  // A
+      team_sync();  // A
       const int refill = stage == 0 ? C::kStages - 1 : stage - 1;
       if (i + C::kStages - 1 < tiles) start_tile(gather, refill, next_id);
       ptx::copy_async_commit();
@@ -113,37 +122,43 @@ struct MmaSync {
       if (any_valid(stage)) process(stage);
       stage = stage + 1 == C::kStages ? 0 : stage + 1;
     }
-    ptx::copy_async_wait<0>();
     finish();
   }
 
  private:
+  DSA_DEVICE i64 batch() const { return row / static_cast<u32>(p.s_q); }
+  DSA_DEVICE i64 token() const { return row % static_cast<u32>(p.s_q); }
+  DSA_DEVICE int heads() const { return p.heads - first_head < p.group_heads ? p.heads - first_head : p.group_heads; }
+  DSA_DEVICE i64 partial_row() const { return static_cast<i64>(row) * p.num_splits + split; }
+  DSA_DEVICE void team_sync() const { ptx::barrier_sync(1 + team, kTeamThreads); }
+
   // ---- gather -------------------------------------------------------------------------------------------------------
 
-  // Id of this lane's row in this split's i-th tile, -1 where there is none.
+  // Id of this lane's row in this team's i-th tile, -1 where there is none.
   DSA_DEVICE i32 load_id(int i) const {
-    const i64 column = (static_cast<i64>(i) * p.num_splits + split) * C::kTileTokens + warp * kGatherRows + lane;
+    const i64 tile = (static_cast<i64>(i) * C::kTeams + team) * p.num_splits + split;
+    const i64 column = tile * C::kTileTokens + warp * kGatherRows + lane;
     return lane < kGatherRows && column < length ? indices[column] : -1;
   }
 
   DSA_DEVICE void start_tile(const tile::RowGather<C>& gather, int stage, i32 id) {
     const u32 mask = gather.start(rows_of(stage) + warp * kGatherRows * C::kRowPitchBytes, id, lane);
-    if (lane == 0) shared.valid[stage][warp] = mask;
+    if (lane == 0) shared.valid[team][stage][warp] = mask;
   }
 
   DSA_DEVICE u32 rows_of(int stage) const {
-    return ptx::shared_address(shared.rows) + stage * (C::kTileTokens * C::kRowPitchBytes);
+    return ptx::shared_address(shared.rows) + (team * C::kStages + stage) * (C::kTileTokens * C::kRowPitchBytes);
   }
 
   DSA_DEVICE bool any_valid(int stage) const {
     u32 any = 0;
 #pragma unroll
-    for (int w = 0; w < C::kWarps; ++w) any |= shared.valid[stage][w];
+    for (int w = 0; w < C::kWarps; ++w) any |= shared.valid[team][stage][w];
     return any != 0;
   }
 
   DSA_DEVICE bool valid_row(int stage, int row_in_tile) const {
-    return shared.valid[stage][row_in_tile / kGatherRows] >> (row_in_tile % kGatherRows) & 1;
+    return shared.valid[team][stage][row_in_tile / kGatherRows] >> (row_in_tile % kGatherRows) & 1;
   }
 
   // ---- query --------------------------------------------------------------------------------------------------------
@@ -154,9 +169,9 @@ struct MmaSync {
   DSA_DEVICE void stage_query() {
     const u32 image = ptx::shared_address(shared.query);
 #pragma unroll 1
-    for (int h = warp; h < C::kHeads; h += C::kWarps) {
-      const bool live = h < heads;
-      const u16* source = p.q + batch * p.q_stride_b + token * p.q_stride_s + (first_head + h) * p.q_stride_h;
+    for (int h = team * C::kWarps + warp; h < C::kHeads; h += C::kTeams * C::kWarps) {
+      const bool live = h < heads();
+      const u16* source = p.q + batch() * p.q_stride_b + token() * p.q_stride_s + (first_head + h) * p.q_stride_h;
       constexpr int kLoads = (kQueryChunks + 31) / 32;
       Words4 q[kLoads];
       u32 largest = 0;
@@ -195,12 +210,8 @@ struct MmaSync {
     return exponent < -100 ? -100 : exponent;
   }
 
-  DSA_DEVICE void load_factors() {
-#pragma unroll
-    for (int j = 0; j < kShareTiles; ++j)
-#pragma unroll
-      for (int e = 0; e < 2; ++e) factor[j][e] = j < tile_count ? shared.query_factor[column(j, e)] : 0.0f;
-  }
+  // Whether head tile j of this warp's share exists.
+  DSA_DEVICE bool has_tile(int j) const { return kEvenShares || j < tile_count; }
 
   // Head column of element e (0, 1) of this lane in head tile j of this warp's share.
   DSA_DEVICE int column(int j, int e) const { return (tile_begin + j) * 8 + 2 * (lane % 4) + e; }
@@ -209,24 +220,36 @@ struct MmaSync {
 
   DSA_DEVICE void process(int stage) {
     const u32 rows = rows_of(stage);
-    float s[kShareTiles][4] = {}, probability[kShareTiles][4];
-    score(s, rows);
     const int low = row_block * 16 + lane / 4;
     const bool valid[2] = {valid_row(stage, low), valid_row(stage, low + 8)};
-    bool outgrown = store_probabilities(s, probability, valid, rows);
-    if (ptx::barrier_any(outgrown)) raise_reference(s, probability, valid, rows);  // B
+    // At most two rounds: after a raise no score exceeds its reference. One copy of the code serves both.
+#pragma unroll 1
+    for (bool raise = false;; raise = true) {
+      float s[kShareTiles][4] = {}, before[kShareTiles][2];
+      score(s, rows);
+      if (raise) raise_reference(s, valid);
+      copy(before, sum);
+      const bool outgrown = store_probabilities(s, valid, rows);
+      const bool again = ptx::barrier_any(1 + team, kTeamThreads, outgrown);  // B
+      if (raise) shrink_output();
+      if (!again) break;
+      copy(sum, before);
+    }
+    accumulate(rows);
+  }
+
+  static DSA_DEVICE void copy(float (&to)[kShareTiles][2], const float (&from)[kShareTiles][2]) {
 #pragma unroll
     for (int j = 0; j < kShareTiles; ++j)
 #pragma unroll
-      for (int e = 0; e < 2; ++e) sum[j][e] += probability[j][e] + probability[j][e + 2];
-    accumulate(rows);
+      for (int e = 0; e < 2; ++e) to[j][e] = from[j][e];
   }
 
   // Scores in log2 units: S times the logit factor.
   DSA_DEVICE void score(float (&s)[kShareTiles][4], u32 rows) const {
     const u32 block = rows + row_block * 16 * C::kRowPitchBytes;
     const u32 query = ptx::shared_address(shared.query) + tile_begin * 8 * C::kQueryPitchBytes;
-    if (kHeadTiles % kHeadShares == 0 || tile_count == kShareTiles) {
+    if (kEvenShares || tile_count == kShareTiles) {
       Encoding::score(s, block, query, lane);
     } else if constexpr (kShareTiles > 1) {
       float fewer[kShareTiles - 1][4] = {};
@@ -239,74 +262,80 @@ struct MmaSync {
 #pragma unroll
     for (int j = 0; j < kShareTiles; ++j)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) s[j][i] *= factor[j][i % 2];
+      for (int e = 0; e < 2; ++e) {
+        const float factor = has_tile(j) ? shared.query_factor[column(j, e)] : 0.0f;
+        s[j][e] *= factor;
+        s[j][e + 2] *= factor;
+      }
   }
 
-  // probability = 2^(s - M) of valid tokens, 0 of others, and its bf16 copies in shared memory, one per scale group.
-  // Returns whether a score outgrew its reference.
-  DSA_DEVICE bool store_probabilities(const float (&s)[kShareTiles][4], float (&probability)[kShareTiles][4],
-                                      const bool (&valid)[2], u32 rows) {
+  // s becomes P = 2^(s - M) for valid tokens, 0 for others: added to the sums and written as bf16 copies, one per scale
+  // group. Returns whether a score outgrew its reference.
+  DSA_DEVICE bool store_probabilities(float (&s)[kShareTiles][4], const bool (&valid)[2], u32 rows) {
     bool outgrown = false;
 #pragma unroll
     for (int j = 0; j < kShareTiles; ++j)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float x = s[j][i] - reference[j][i % 2];
-        outgrown |= valid[i / 2] && j < tile_count && x > C::kLazyThreshold;
-        probability[j][i] = valid[i / 2] ? ptx::exp2_approx(x) : 0.0f;
+        outgrown |= valid[i / 2] && has_tile(j) && x > C::kLazyThreshold;
+        s[j][i] = valid[i / 2] ? ptx::exp2_approx(x) : 0.0f;
+        sum[j][i % 2] += s[j][i];
       }
     const int low = row_block * 16 + lane / 4;
+    const u32 target = probability() + low * C::kProbabilityPitchBytes + 2 * column(0, 0);
 #pragma unroll
     for (int copy = 0; copy < Encoding::kProbabilityCopies; ++copy) {
-      const u32 target = ptx::shared_address(shared.probability) + copy * kProbabilityBytes + low * C::kProbabilityPitchBytes;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const u32 row_address = rows + (low + 8 * half) * C::kRowPitchBytes;
-        const float scale = Encoding::scale(row_address, copy) * Encoding::kProbabilityScale;
+        const float scale = valid[half] ? Encoding::scale(row_address, copy) * Encoding::kProbabilityScale : 0.0f;
 #pragma unroll
-        for (int j = 0; j < kShareTiles; ++j) {
-          const float a = valid[half] ? probability[j][2 * half] * scale : 0.0f;
-          const float b = valid[half] ? probability[j][2 * half + 1] * scale : 0.0f;
-          if (j < tile_count)
-            ptx::store_shared_4(target + 8 * half * C::kProbabilityPitchBytes + 2 * column(j, 0), ptx::pack_bf16(a, b));
-        }
+        for (int j = 0; j < kShareTiles; ++j)
+          if (has_tile(j))
+            ptx::store_shared_4(target + copy * kProbabilityBytes + 8 * half * C::kProbabilityPitchBytes + 16 * j,
+                                ptx::pack_bf16(s[j][2 * half] * scale, s[j][2 * half + 1] * scale));
       }
     }
     return outgrown;
   }
 
-  // Slow path: M becomes the exact maximum so far; what was accumulated under the old M is scaled down.
-  DSA_DEVICE void raise_reference(const float (&s)[kShareTiles][4], float (&probability)[kShareTiles][4],
-                                  const bool (&valid)[2], u32 rows) {
+  DSA_DEVICE u32 probability() const {
+    return ptx::shared_address(shared.probability) + team * Encoding::kProbabilityCopies * kProbabilityBytes;
+  }
+
+  // Slow path: M becomes the exact maximum so far; the sums shrink here, the outputs in shrink_output.
+  DSA_DEVICE void raise_reference(const float (&s)[kShareTiles][4], const bool (&valid)[2]) {
 #pragma unroll
     for (int j = 0; j < kShareTiles; ++j)
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         float top = larger(valid[0] ? s[j][e] : kNoReference, valid[1] ? s[j][e + 2] : kNoReference);
         top = over_rows_max(top);
-        if (lane < 4 && j < tile_count) shared.block_value[row_block][column(j, e)] = top;
+        if (lane < 4 && has_tile(j)) shared.block_value[team][row_block][column(j, e)] = top;
       }
-    ptx::barrier_sync();
+    team_sync();  // A'
 #pragma unroll
     for (int j = 0; j < kShareTiles; ++j)
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        if (j >= tile_count) continue;
+        if (!has_tile(j)) continue;
         float top = reference[j][e];
 #pragma unroll
-        for (int b = 0; b < kRowBlocks; ++b) top = larger(top, shared.block_value[b][column(j, e)]);
+        for (int b = 0; b < kRowBlocks; ++b) top = larger(top, shared.block_value[team][b][column(j, e)]);
         const float shrink = ptx::exp2_approx(reference[j][e] - top);
         reference[j][e] = top;
         sum[j][e] *= shrink;
-        if (lane < 4 && row_block == 0) shared.output_factor[column(j, e)] = shrink;
+        if (lane < 4 && row_block == 0) shared.head_value[team][column(j, e)] = shrink;
       }
-    store_probabilities(s, probability, valid, rows);
-    ptx::barrier_sync();
+  }
+
+  DSA_DEVICE void shrink_output() {
 #pragma unroll
     for (int t = 0; t < kHeadTiles; ++t)
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const float shrink = shared.output_factor[8 * t + 2 * (lane % 4) + e];
+        const float shrink = shared.head_value[team][8 * t + 2 * (lane % 4) + e];
 #pragma unroll
         for (int block = 0; block < kBlocks; ++block) output[block][t][e] *= shrink, output[block][t][e + 2] *= shrink;
       }
@@ -332,19 +361,18 @@ struct MmaSync {
     constexpr int kCopyDims = C::kValueDims / Encoding::kProbabilityCopies;
     const int first_dim = warp * kWarpDims;
     // Lane's row of the 16 x 16 block of P that one transposed matrix load covers.
-    const u32 probability = ptx::shared_address(shared.probability) + first_dim / kCopyDims * kProbabilityBytes +
-                            lane % 16 * C::kProbabilityPitchBytes + lane / 16 * 16;
-#pragma unroll
+    const u32 block_row = probability() + first_dim / kCopyDims * kProbabilityBytes + lane % 16 * C::kProbabilityPitchBytes;
+#pragma unroll kAccumulateUnroll
     for (int k = 0; k < kRowBlocks; ++k) {
       u32 b[kHeadTiles][2];
 #pragma unroll
       for (int t = 0; t + 1 < kHeadTiles; t += 2) {
-        const Words4 w = ptx::load_matrix_x4_trans(probability + k * 16 * C::kProbabilityPitchBytes + t * 16);
+        const Words4 w = ptx::load_matrix_x4_trans(block_row + lane / 16 * 16 + k * 16 * C::kProbabilityPitchBytes + t * 16);
         b[t][0] = w.x, b[t][1] = w.y, b[t + 1][0] = w.z, b[t + 1][1] = w.w;
       }
       if constexpr (kHeadTiles % 2 != 0) {
         constexpr int t = kHeadTiles - 1;
-        ptx::load_matrix_x2_trans(b[t][0], b[t][1], probability - lane / 16 * 16 + k * 16 * C::kProbabilityPitchBytes + t * 16);
+        ptx::load_matrix_x2_trans(b[t][0], b[t][1], block_row + k * 16 * C::kProbabilityPitchBytes + t * 16);
       }
 #pragma unroll
       for (int block = 0; block < kBlocks; block += Encoding::kBlocksPerLoad) {
@@ -362,51 +390,105 @@ struct MmaSync {
   // ---- end ----------------------------------------------------------------------------------------------------------
 
   DSA_DEVICE void finish() {
-    ptx::barrier_sync();  // the slow path of the last tile may still be reading output_factor
+    ptx::copy_async_wait<0>();
+    team_sync();  // the slow path of the last tile may still be reading head_value
 #pragma unroll
     for (int j = 0; j < kShareTiles; ++j)
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const float total = over_rows_sum(sum[j][e]);
-        if (lane < 4 && j < tile_count) {
-          shared.block_value[row_block][column(j, e)] = total;
-          if (row_block == 0) shared.output_factor[column(j, e)] = reference[j][e];
+        if (lane < 4 && has_tile(j)) {
+          shared.block_value[team][row_block][column(j, e)] = total;
+          if (row_block == 0) shared.head_value[team][column(j, e)] = reference[j][e];
         }
       }
-    ptx::barrier_sync();
-    if (ptx::thread_index() < C::kHeads) write_lse(ptx::thread_index());
-    if (tiles == 0 && p.num_splits > 1) return;  // the combine gives an empty split no weight and does not read it
-    ptx::barrier_sync();
+    ptx::barrier_sync(0, kThreads);
+    if (ptx::thread_index() < C::kHeads) finish_head(ptx::thread_index());
+    ptx::barrier_sync(0, kThreads);
+    scale_output();
+    if constexpr (C::kTeams > 1) {
+      if (team > 0) hand_over();
+      ptx::barrier_sync(0, kThreads);
+      if (team > 0) return;
+      take_over();
+    }
+    write_output();
+  }
+
+  // One thread per head: log-sum-exp over the teams, and each team's output factor (left in head_value).
+  DSA_DEVICE void finish_head(int h) {
+    float totals[C::kTeams], top = kNoReference, total = 0.0f;
+#pragma unroll
+    for (int t = 0; t < C::kTeams; ++t) {
+      totals[t] = 0.0f;
+#pragma unroll
+      for (int b = 0; b < kRowBlocks; ++b) totals[t] += shared.block_value[t][b][h];
+      top = larger(shared.head_value[t][h], top);
+    }
+    float factors[C::kTeams];
+#pragma unroll
+    for (int t = 0; t < C::kTeams; ++t) {
+      factors[t] = ptx::exp2_approx(shared.head_value[t][h] - top);
+      total += totals[t] * factors[t];
+    }
+    const bool empty = total == 0.0f;
+    const float lse = empty ? -kInfinity : top + ptx::log2_approx(total);
+    float scale = empty ? 0.0f : Encoding::kOutputScale / total;
+    if (h < heads()) {
+      if (p.num_splits > 1) {
+        p.lse_accum[partial_row() * p.heads + first_head + h] = lse;
+      } else {
+        if (p.attn_sink != nullptr && !empty) scale /= 1.0f + ptx::exp2_approx(p.attn_sink[first_head + h] * kLog2E - lse);
+        p.lse[batch() * p.lse_stride_b + token() * p.lse_stride_s + (first_head + h) * p.lse_stride_h] =
+            empty ? p.empty_lse : lse * p.lse_unit;
+      }
+    }
+#pragma unroll
+    for (int t = 0; t < C::kTeams; ++t) shared.head_value[t][h] = factors[t] * scale;
+  }
+
+  DSA_DEVICE void scale_output() {
 #pragma unroll
     for (int t = 0; t < kHeadTiles; ++t)
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const int h = 8 * t + 2 * (lane % 4) + e;
-        const float scale = shared.query_factor[h];
+        const float factor = shared.head_value[team][8 * t + 2 * (lane % 4) + e];
 #pragma unroll
-        for (int block = 0; block < kBlocks; ++block)
-          write_pair(h, warp * kWarpDims + block * 16, output[block][t][e] * scale, output[block][t][e + 2] * scale);
+        for (int block = 0; block < kBlocks; ++block) output[block][t][e] *= factor, output[block][t][e + 2] *= factor;
       }
   }
 
-  // One thread per head: total of P, log-sum-exp, and the factor that turns O into the output (kept in query_factor).
-  DSA_DEVICE void write_lse(int h) {
-    float total = 0.0f;
+  // Teams other than the first leave their scaled outputs where the rows were, one word per thread and register.
+  DSA_DEVICE u32 merge_address(int from_team) const {
+    const u32 thread = warp * 32 + lane;
+    return ptx::shared_address(shared.rows) + ((from_team - 1) * kOutputRegisters * kTeamThreads + thread) * 4;
+  }
+
+  DSA_DEVICE void hand_over() const {
+    const u32 target = merge_address(team);
 #pragma unroll
-    for (int b = 0; b < kRowBlocks; ++b) total += shared.block_value[b][h];
-    const bool empty = total == 0.0f;
-    const float lse = empty ? -kInfinity : shared.output_factor[h] + ptx::log2_approx(total);
-    float scale = empty ? 0.0f : Encoding::kOutputScale / total;
-    if (h < heads) {
-      if (p.num_splits > 1) {
-        p.lse_accum[(row * p.num_splits + split) * p.heads + first_head + h] = lse;
-      } else {
-        if (p.attn_sink != nullptr && !empty) scale /= 1.0f + ptx::exp2_approx(p.attn_sink[first_head + h] * kLog2E - lse);
-        p.lse[batch * p.lse_stride_b + token * p.lse_stride_s + (first_head + h) * p.lse_stride_h] =
-            empty ? p.empty_lse : lse * p.lse_unit;
-      }
+    for (int i = 0; i < kOutputRegisters; ++i)
+      ptx::store_shared_4(target + i * kTeamThreads * 4, ptx::bits_of(output[i / 4 / kHeadTiles][i / 4 % kHeadTiles][i % 4]));
+  }
+
+  DSA_DEVICE void take_over() {
+#pragma unroll 1
+    for (int from = 1; from < C::kTeams; ++from) {
+      const u32 source = merge_address(from);
+#pragma unroll
+      for (int i = 0; i < kOutputRegisters; ++i)
+        output[i / 4 / kHeadTiles][i / 4 % kHeadTiles][i % 4] += ptx::float_of(ptx::load_shared_4(source + i * kTeamThreads * 4));
     }
-    shared.query_factor[h] = scale;
+  }
+
+  DSA_DEVICE void write_output() {
+#pragma unroll
+    for (int t = 0; t < kHeadTiles; ++t)
+#pragma unroll
+      for (int e = 0; e < 2; ++e)
+#pragma unroll
+        for (int block = 0; block < kBlocks; ++block)
+          write_pair(8 * t + 2 * (lane % 4) + e, warp * kWarpDims + block * 16, output[block][t][e], output[block][t][e + 2]);
   }
 
   // Values of block rows r = lane / 4 (`a`) and r + 8 (`b`) of head h -> two neighbouring dims per lane.
@@ -420,13 +502,12 @@ struct MmaSync {
       if (odd) a = received;
       else b = received;
     }
-    if (h >= heads) return;
+    if (h >= heads()) return;
     if (p.num_splits > 1) {
-      float* target = p.o_accum + ((row * p.num_splits + split) * p.heads + first_head + h) * C::kValueDims + dim;
-      target[0] = a;
-      target[1] = b;
+      float* target = p.o_accum + (partial_row() * p.heads + first_head + h) * C::kValueDims + dim;
+      *reinterpret_cast<u64*>(target) = static_cast<u64>(ptx::bits_of(b)) << 32 | ptx::bits_of(a);
     } else {
-      u16* target = p.out + batch * p.out_stride_b + token * p.out_stride_s + (first_head + h) * p.out_stride_h + dim;
+      u16* target = p.out + batch() * p.out_stride_b + token() * p.out_stride_s + (first_head + h) * p.out_stride_h + dim;
       *reinterpret_cast<u32*>(target) = ptx::pack_bf16(a, b);
     }
   }

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 NAME = "sparse_decode"
 BODY = "mma_sync"
 TEMPLATE = "sparse_decode/kernel.cu.j2"
-COMBINE_REGISTERS = 64
+COMBINE_REGISTERS = 128
 # Log2 units by which a score may exceed the softmax reference before the reference is raised. bf16 and fp32 have the
 # range for far more; this leaves it to the scales.
 LAZY_THRESHOLD = 16.0
@@ -109,7 +109,7 @@ def plan_main(variant: Variant, geometry: Geometry | None = None) -> KernelPlan:
     chosen = geometry or fitting_geometry(fmt, encoding, heads_n, arch) or Geometry(heads_n, 16, 4, 2)
     fields, smem_bytes = smem_fields(fmt, encoding, chosen)
     params, params_bytes = lay_out_params(MAIN_PARAMS)
-    threads = 32 * chosen.warps
+    threads = chosen.threads
     registers_cap = min(255, arch.registers_per_sm // threads)
     values = {
         "smem_bytes": smem_bytes,
@@ -152,6 +152,7 @@ def _main_constants(fmt: KvFormat, g: Geometry) -> tuple[tuple[str, int | float]
     nope_dims = fmt.d_qk - rope.count if rope else fmt.d_qk
     return (
         ("kTileTokens", g.tile_tokens),
+        ("kTeams", g.teams),
         ("kWarps", g.warps),
         ("kStages", g.stages),
         ("kHeads", g.heads_n),
@@ -173,10 +174,10 @@ def _budget(
     flops = 2 * g.heads_n * (fmt.d_qk + fmt.d_v)
     output_registers = fmt.d_v * g.heads_n // (32 * g.warps)
     return (
-        ("shape", f"{g.heads_n} heads, tiles of {g.tile_tokens} tokens, {g.warps} warps, {g.stages} stages"),
+        ("shape", f"{g.heads_n} heads, tiles of {g.tile_tokens} tokens, {g.teams} x {g.warps} warps, {g.stages} stages"),
         ("shared memory", f"{smem_bytes} of {arch.smem_optin_bytes} B"),
         ("registers", f"at most {registers_cap} a thread, {output_registers} of them hold the output"),
-        ("bytes in flight", f"{(g.stages - 1) * g.tile_tokens * row_bytes(fmt)} B of rows"),
+        ("bytes in flight", f"{g.teams * (g.stages - 1) * g.tile_tokens * row_bytes(fmt)} B of rows"),
         ("work per token", f"{flops} FLOP, {row_bytes(fmt)} B of cache: {flops / row_bytes(fmt):.0f} FLOP/B"),
         ("probability copies", f"{encoding.probability_copies}"),
     )

@@ -28,8 +28,14 @@ class Geometry:
 
     heads_n: int
     tile_tokens: int
-    warps: int
-    stages: int
+    warps: int  # of a team
+    stages: int  # of a team
+    teams: int = 1
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA."""
+        return 32 * self.warps * self.teams
 
 
 # Preferred first. Four stages keep 84 to 126 KB of rows in flight, which saturates HBM on an H200; two stages suffice
@@ -73,18 +79,22 @@ def smem_fields(fmt: KvFormat, encoding: Encoding, geometry: Geometry) -> tuple[
         (
             SmemField("query", "u8", (g.heads_n, query_pitch_bytes(fmt)), "query image, one row per head"),
             SmemField(
-                "rows", "u8", (g.stages, g.tile_tokens, odd_pitch_bytes(row_bytes(fmt))), "ring of raw cache rows", 128
+                "rows", "u8", (g.teams, g.stages, g.tile_tokens, odd_pitch_bytes(row_bytes(fmt))), "rings of raw cache rows", 128
             ),
             SmemField(
                 "probability",
                 "u8",
-                (encoding.probability_copies, g.tile_tokens, odd_pitch_bytes(2 * g.heads_n)),
+                (g.teams, encoding.probability_copies, g.tile_tokens, odd_pitch_bytes(2 * g.heads_n)),
                 "bf16 probabilities [token][head], one copy per scale group",
             ),
-            SmemField("valid", "u32", (g.stages, g.warps), "masks of rows with a valid id, one word per gathering warp"),
-            SmemField("query_factor", "float", (g.heads_n,), "logit factor of a head; output factor at the end"),
-            SmemField("output_factor", "float", (g.heads_n,), "slow path: shrink of O; softmax reference at the end"),
-            SmemField("block_value", "float", (row_blocks, g.heads_n), "per row block: column maximum, later sum"),
+            SmemField("valid", "u32", (g.teams, g.stages, g.warps), "masks of rows with a valid id, one word per gathering warp"),
+            SmemField("query_factor", "float", (g.heads_n,), "logit factor of a head"),
+            SmemField(
+                "head_value", "float", (g.teams, g.heads_n), "shrink of O; at the end softmax reference, then output factor"
+            ),
+            SmemField(
+                "block_value", "float", (g.teams, row_blocks, g.heads_n), "per row block: column maximum, later sum"
+            ),
         )
     )
 

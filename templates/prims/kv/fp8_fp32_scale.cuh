@@ -76,7 +76,7 @@ struct Fp8Fp32Scale {
     score_rope(s, rows, query_lane, lane);
     // With few head tiles one accumulator chain would wait for itself: run two groups' chains side by side.
     constexpr int kTogether = kHeadTiles <= 2 && kGroups % 2 == 0 ? 2 : 1;
-#pragma unroll
+#pragma unroll 1
     for (int g = 0; g < kGroups; g += kTogether) {
       float acc[kTogether][kHeadTiles][4] = {};
 #pragma unroll

@@ -38,16 +38,16 @@ DSA_DEVICE u32 ballot(bool flag) {
   return out;
 }
 
-// All threads of the CTA; orders shared-memory accesses among them.
-DSA_DEVICE void barrier_sync() { asm volatile("barrier.sync 0;" ::: "memory"); }
+// `threads` threads (a multiple of 32) meet at barrier `id` of the CTA; orders shared-memory accesses among them.
+DSA_DEVICE void barrier_sync(int id, int threads) { asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
-// barrier_sync that also returns whether any thread of the CTA passed true.
-DSA_DEVICE bool barrier_any(bool flag) {
+// barrier_sync that also returns whether any of its threads passed true.
+DSA_DEVICE bool barrier_any(int id, int threads, bool flag) {
   u32 out;
   asm volatile(
-      "{\n .reg .pred p, q;\n setp.ne.u32 p, %1, 0;\n barrier.red.or.pred q, 0, p;\n selp.u32 %0, 1, 0, q;\n}"
+      "{\n .reg .pred p, q;\n setp.ne.u32 p, %1, 0;\n barrier.red.or.pred q, %2, %3, p;\n selp.u32 %0, 1, 0, q;\n}"
       : "=r"(out)
-      : "r"(static_cast<u32>(flag))
+      : "r"(static_cast<u32>(flag)), "r"(id), "r"(threads)
       : "memory");
   return out != 0;
 }

@@ -18,10 +18,14 @@ struct PageDivisor {
 template <class C>
 struct RowGather {
   static constexpr int kRows = C::kTileTokens / C::kWarps;  // per warp and tile
+  // Eight lanes share a row: a copy instruction takes 128 B of each of four rows, at addresses that differ between
+  // instructions by constants. (A row per instruction would need two shuffles and a 64-bit add each; four lanes a row
+  // would fetch half as many sectors again, since rows start at any multiple of 16 B.)
+  static constexpr int kLanesPerRow = 8;
+  static constexpr int kRowsAtOnce = 32 / kLanesPerRow;
+  static constexpr int kSets = kRows / kRowsAtOnce;
   static constexpr int kRowChunks = C::kRowBytes / 16;
-  static constexpr int kWarpwide = kRowChunks / 32 * 32;  // chunks of a row copied by whole-warp instructions
-  static constexpr int kTail = kRowChunks - kWarpwide;    // the rest, packed over rows
-  static_assert(C::kTileTokens % C::kWarps == 0 && kRows <= 32 && C::kRowBytes % 16 == 0);
+  static_assert(kRows % kRowsAtOnce == 0 && kRows <= 32 && C::kRowBytes % 16 == 0);
 
   const u8* pool;
   i64 page_stride_bytes;
@@ -31,10 +35,10 @@ struct RowGather {
 
   DSA_DEVICE bool holds(i32 id) const { return id >= 0 && static_cast<u32>(id) < pool_tokens; }
 
-  DSA_DEVICE i64 row_offset(i32 id) const {
+  DSA_DEVICE const u8* row_address(i32 id) const {
     const u32 index = page.divide(static_cast<u32>(id));
     const u32 slot = static_cast<u32>(id) - index * page.page_size;
-    return static_cast<i64>(index) * page_stride_bytes + static_cast<i64>(slot) * row_stride_bytes;
+    return pool + static_cast<i64>(index) * page_stride_bytes + static_cast<i64>(slot) * row_stride_bytes;
   }
 
   // Starts copying this warp's rows to `rows` (shared address of its first row); lanes 0 .. kRows-1 pass the ids.
@@ -42,31 +46,21 @@ struct RowGather {
   DSA_DEVICE u32 start(u32 rows, i32 id, int lane) const {
     const bool valid = lane < kRows && holds(id);
     const u32 mask = ptx::ballot(valid);
-    const i64 offset = valid ? row_offset(id) : 0;
-    const u32 offset_low = static_cast<u32>(offset), offset_high = static_cast<u32>(offset >> 32);
+    const u64 address = reinterpret_cast<u64>(valid ? row_address(id) : pool);
+    const u32 low = static_cast<u32>(address), high = static_cast<u32>(address >> 32);
+    const int in_row = lane % kLanesPerRow;
 #pragma unroll
-    for (int row = 0; row < kRows; ++row) {
-      const u8* source = at(offset_low, offset_high, row) + lane * 16;
-      const u32 target = rows + row * C::kRowPitchBytes + lane * 16;
+    for (int set = 0; set < kSets; ++set) {
+      const int row = set * kRowsAtOnce + lane / kLanesPerRow;
+      const u64 source = (static_cast<u64>(ptx::shuffle(high, row)) << 32 | ptx::shuffle(low, row)) + in_row * 16;
+      const u32 target = rows + row * C::kRowPitchBytes + in_row * 16;
       const u32 bytes = (mask >> row & 1) * 16;
 #pragma unroll
-      for (int chunk = 0; chunk < kWarpwide; chunk += 32) ptx::copy_async_16(target + chunk * 16, source + chunk * 16, bytes);
-    }
-#pragma unroll
-    for (int first = 0; first < kRows * kTail; first += 32) {
-      const int item = first + lane;
-      const int row = item < kRows * kTail ? item / kTail : 0, chunk = kWarpwide + item % kTail;
-      const u8* source = at(offset_low, offset_high, row) + chunk * 16;
-      const u32 bytes = (mask >> row & 1) * 16;
-      if (item < kRows * kTail) ptx::copy_async_16(rows + row * C::kRowPitchBytes + chunk * 16, source, bytes);
+      for (int chunk = 0; chunk < kRowChunks; chunk += kLanesPerRow)
+        if (chunk + kLanesPerRow <= kRowChunks || in_row < kRowChunks - chunk)
+          ptx::copy_async_16(target + chunk * 16, reinterpret_cast<const u8*>(source) + chunk * 16, bytes);
     }
     return mask;
-  }
-
- private:
-  DSA_DEVICE const u8* at(u32 offset_low, u32 offset_high, int row) const {
-    const u32 low = ptx::shuffle(offset_low, row), high = ptx::shuffle(offset_high, row);
-    return pool + static_cast<i64>(static_cast<u64>(high) << 32 | low);
   }
 };
 

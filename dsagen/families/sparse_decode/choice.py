@@ -1,0 +1,95 @@
+"""Choosing the kernel for a run-time shape: every candidate judged by its guards, with a text that shows the judgement."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dsagen.errors import GuardError
+from dsagen.families.sparse_decode.guards import LAUNCH_GUARDS
+from dsagen.families.sparse_decode.op import DecodePartition, DecodeShape, Determinism, partition
+from dsagen.guard import Guard
+from dsagen.plan import KernelPlan
+
+_SHAPE_NAMES = frozenset(
+    {"num_splits", "tile_tokens", "topk", "topk_capacity", "main_ctas", "combine_ctas", "heads", "spec_heads"}
+)
+# Guards that a shape and a partition decide; the others read tensors.
+SHAPE_GUARDS: tuple[Guard, ...] = tuple(guard for guard in LAUNCH_GUARDS if _SHAPE_NAMES.issuperset(guard.names))
+TENSOR_GUARDS: tuple[Guard, ...] = tuple(guard for guard in LAUNCH_GUARDS if guard not in SHAPE_GUARDS)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One main kernel for a shape: its partition, the values its guards read, and the messages of those that failed."""
+
+    plan: KernelPlan
+    partition: DecodePartition
+    values: dict[str, int]
+    refusals: tuple[str, ...]
+
+
+def candidates(
+    plans: Sequence[KernelPlan],
+    shape: DecodeShape,
+    topk_capacity: int,
+    spec_heads: int,
+    sm_count: int,
+    determinism: Determinism,
+    num_splits: int | None = None,
+) -> tuple[Candidate, ...]:
+    """Judge each main kernel, in the given order of preference."""
+    judged = []
+    for plan in plans:
+        part = partition(shape, plan, sm_count, determinism, num_splits)
+        values = {
+            "num_splits": part.num_splits,
+            "tile_tokens": plan.constant("kTileTokens"),
+            "all_tiles": part.row_tiles,
+            "topk": shape.topk,
+            "topk_capacity": topk_capacity,
+            "main_ctas": part.main_ctas,
+            "combine_ctas": part.combine_ctas,
+            "heads": shape.heads,
+            "spec_heads": spec_heads,
+        }
+        refusals = tuple(guard.failure(values) for guard in SHAPE_GUARDS if not guard.holds(values))
+        judged.append(Candidate(plan, part, values, refusals))
+    return tuple(judged)
+
+
+def choose(judged: Sequence[Candidate]) -> Candidate:
+    """The first candidate that no guard refuses; GuardError with each one's refusal otherwise."""
+    for candidate in judged:
+        if not candidate.refusals:
+            return candidate
+    if len(judged) == 1:
+        raise GuardError(f"{judged[0].refusals[0]} ({judged[0].plan.slug})")
+    listed = "\n  ".join(f"{candidate.refusals[0]} ({candidate.plan.slug})" for candidate in judged)
+    raise GuardError(f"[SD-00] sparse_decode: no kernel takes this shape:\n  {listed}")
+
+
+def explain_choice(judged: Sequence[Candidate], shape: DecodeShape) -> str:
+    """What was weighed and what came of it, for people."""
+    lines = [f"shape: batch {shape.batch}, s_q {shape.s_q}, heads {shape.heads}, topk {shape.topk}", "candidates:"]
+    for candidate in judged:
+        lines.append(f"  {candidate.plan.slug}: {'refused' if candidate.refusals else 'fits'}")
+        lines += [f"    {_guard_row(guard, candidate)}" for guard in SHAPE_GUARDS]
+    chosen = next((candidate for candidate in judged if not candidate.refusals), None)
+    if chosen is None:
+        return "\n".join([*lines, "chosen: none"])
+    part = chosen.partition
+    lines += [
+        f"chosen: {chosen.plan.slug}",
+        f"partition: {part.head_groups} head group(s) of up to {part.group_heads} heads, {part.num_splits} split(s) of up "
+        f"to {len(part.tiles_of(0))} of {part.row_tiles} tiles; {part.main_ctas} CTAs, combine {part.combine_ctas}",
+        f"splits: {part.why}" + (" (untuned: no measured table for this device)" if part.untuned else ""),
+        f"workspace: {part.workspace_bytes} B",
+    ]
+    return "\n".join(lines)
+
+
+def _guard_row(guard: Guard, candidate: Candidate) -> str:
+    read = "  ".join(f"{name}={candidate.values[name]}" for name in guard.names)
+    verdict = "holds" if guard.holds(candidate.values) else f"refuses: {guard.message.format(**candidate.values)}"
+    return f"[{guard.guard_id}] {guard.expression}  {read}  {verdict}"

@@ -1,0 +1,190 @@
+"""Launch arithmetic of sparse decode: head groups, splits, grids, workspace layout, page division. No torch.
+
+CTA `i` of the main kernel handles item ((row x num_splits) + split) x head_groups + group, with row = b x s_q + s. Split
+`j` of S takes tiles j, j + S, j + 2S, ... of its index row, so that a padded tail spreads over all splits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from dsagen.arch import SMEM_RESERVED_PER_BLOCK_BYTES
+from dsagen.arch import arch as arch_row
+from dsagen.errors import GuardError
+from dsagen.families.sparse_decode.schedule import (
+    BATCH_INVARIANT_SPLIT_TOKENS,
+    SplitLoad,
+    batch_invariant_splits,
+    choose_splits,
+    tile_time_us,
+)
+from dsagen.kv_format import kv_format
+from dsagen.plan import KernelPlan, round_up
+
+Determinism = Literal["off", "batch_invariant"]
+WORKSPACE_ALIGNMENT_BYTES = 256
+_FP32_BYTES = 4
+# floor(n / page_size) is exact for token ids, which are int32.
+_DIVIDEND_BITS = 31
+
+
+@dataclass(frozen=True)
+class DecodeShape:
+    """Run-time shape of a call: `heads` query heads, `topk` columns of each index row."""
+
+    batch: int
+    s_q: int
+    heads: int
+    topk: int
+
+    @property
+    def rows(self) -> int:
+        """Query tokens of the call."""
+        return self.batch * self.s_q
+
+
+@dataclass(frozen=True)
+class DecodePartition:
+    """How a call is dealt to CTAs, and the workspace that it needs (0 bytes when rows are not split).
+
+    The workspace holds lse_accum, fp32 [rows, num_splits, heads], at byte 0 and o_accum, fp32 [rows, num_splits, heads,
+    d_v], at `o_accum_offset_bytes`. `why` says where num_splits comes from; `untuned` that no measurement stands behind it.
+    """
+
+    rows: int
+    row_tiles: int
+    head_groups: int
+    group_heads: int
+    num_splits: int
+    main_ctas: int
+    combine_ctas: int
+    lse_accum_bytes: int
+    o_accum_offset_bytes: int
+    o_accum_bytes: int
+    workspace_bytes: int
+    why: str
+    untuned: bool
+
+    def item(self, cta: int) -> tuple[int, int, int]:
+        """(row, split, group) of a CTA of the main kernel."""
+        rest, group = divmod(cta, self.head_groups)
+        row, split = divmod(rest, self.num_splits)
+        return row, split, group
+
+    def tiles_of(self, split: int) -> range:
+        """The tiles of an index row that a split takes."""
+        return range(split, self.row_tiles, self.num_splits)
+
+
+def partition(
+    shape: DecodeShape,
+    main_plan: KernelPlan,
+    sm_count: int,
+    determinism: Determinism,
+    num_splits: int | None = None,
+) -> DecodePartition:
+    """Deal a call to CTAs.
+
+    A given `num_splits` is taken as it is (the launch guards judge it); otherwise `batch_invariant` derives it from the
+    row width, and `off` from the cost model. Raises GuardError for a size that is no whole number in range.
+    """
+    _require_sizes(shape, num_splits)
+    row_tiles = -(-shape.topk // main_plan.constant("kTileTokens"))
+    head_groups = -(-shape.heads // main_plan.variant.axis_int("n"))
+    group_heads = -(-shape.heads // head_groups)
+    untuned = False
+    if num_splits is not None:
+        why = "given by the caller"
+    elif determinism == "batch_invariant":
+        num_splits = batch_invariant_splits(shape.topk, row_tiles)
+        why = f"batch invariant: one split per {BATCH_INVARIANT_SPLIT_TOKENS} index columns, whatever the batch"
+    else:
+        load = split_load(shape, main_plan, sm_count, row_tiles, head_groups)
+        num_splits, untuned = choose_splits(load), True
+        why = f"cost model: {load.units} CTAs of {row_tiles} tiles unsplit, {sm_count} SMs"
+    return _lay_out(shape, main_plan, row_tiles, head_groups, group_heads, num_splits, why, untuned)
+
+
+def split_load(
+    shape: DecodeShape, main_plan: KernelPlan, sm_count: int, row_tiles: int, head_groups: int
+) -> SplitLoad:
+    """What the cost model reads, for a shape and a kernel."""
+    variant = main_plan.variant
+    tile_tokens, d_v = main_plan.constant("kTileTokens"), variant.axis_int("dv")
+    tile_bytes = tile_tokens * kv_format(str(variant.axis("kv"))).io_stride_bytes
+    tile_flops = 2 * tile_tokens * variant.axis_int("n") * (variant.axis_int("dqk") + d_v)
+    return SplitLoad(
+        units=shape.rows * head_groups,
+        row_tiles=row_tiles,
+        tile_us=tile_time_us(tile_bytes, tile_flops),
+        sm_count=sm_count,
+        resident_ctas=resident_ctas(main_plan),
+        partial_bytes=shape.rows * shape.heads * d_v * _FP32_BYTES,
+    )
+
+
+def resident_ctas(plan: KernelPlan) -> int:
+    """CTAs of a kernel that one SM holds at once, by shared memory, threads and the register cap."""
+    arch = arch_row(plan.variant.arch)
+    return max(
+        1,
+        min(
+            arch.max_blocks_per_sm,
+            arch.smem_per_sm_bytes // (plan.smem_bytes + SMEM_RESERVED_PER_BLOCK_BYTES),
+            arch.max_threads_per_sm // plan.threads,
+            arch.registers_per_sm // (plan.threads * plan.registers_cap),
+        ),
+    )
+
+
+def page_divisor(page_size: int) -> tuple[int, int]:
+    """(multiplier, shift) with n // page_size == n * multiplier >> (31 + shift) for every 0 <= n < 2^31.
+
+    `shift` is ceil(log2(page_size)); the product stays below 2^64 for page sizes of 1 .. 2^30.
+    """
+    shift = (page_size - 1).bit_length()
+    return -(-(1 << (_DIVIDEND_BITS + shift)) // page_size), shift
+
+
+def _require_sizes(shape: DecodeShape, num_splits: int | None) -> None:
+    sizes = {"batch": (shape.batch, 0), "s_q": (shape.s_q, 0), "heads": (shape.heads, 1), "topk": (shape.topk, 1)}
+    if num_splits is not None:
+        sizes["num_splits"] = (num_splits, 1)
+    for name, (value, least) in sizes.items():
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise GuardError(f"[SD-00] {name}: expected a whole number, found {value!r} ({type(value).__name__})")
+        if not least <= value < 1 << _DIVIDEND_BITS:
+            raise GuardError(f"[SD-00] {name}: {value} is outside {least}..{(1 << _DIVIDEND_BITS) - 1}")
+
+
+def _lay_out(
+    shape: DecodeShape,
+    main_plan: KernelPlan,
+    row_tiles: int,
+    head_groups: int,
+    group_heads: int,
+    num_splits: int,
+    why: str,
+    untuned: bool,
+) -> DecodePartition:
+    is_split = num_splits > 1
+    partials = shape.rows * num_splits * shape.heads if is_split else 0
+    lse_accum_bytes = partials * _FP32_BYTES
+    o_accum_bytes = lse_accum_bytes * main_plan.variant.axis_int("dv")
+    o_accum_offset_bytes = round_up(lse_accum_bytes, WORKSPACE_ALIGNMENT_BYTES)
+    return DecodePartition(
+        rows=shape.rows,
+        row_tiles=row_tiles,
+        head_groups=head_groups,
+        group_heads=group_heads,
+        num_splits=num_splits,
+        main_ctas=shape.rows * num_splits * head_groups,
+        combine_ctas=shape.rows * shape.heads if is_split else 0,
+        lse_accum_bytes=lse_accum_bytes,
+        o_accum_offset_bytes=o_accum_offset_bytes,
+        o_accum_bytes=o_accum_bytes,
+        workspace_bytes=o_accum_offset_bytes + o_accum_bytes,
+        why=why,
+        untuned=untuned,
+    )
