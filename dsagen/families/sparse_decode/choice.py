@@ -1,4 +1,4 @@
-"""Choosing the kernel for a run-time shape: every candidate judged by its guards, with a text that shows the judgement."""
+"""Choosing the kernel for a run-time shape: each candidate judged by its guards, and a text that shows how."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from dsagen.families.sparse_decode.op import DecodePartition, DecodeShape, Deter
 from dsagen.guard import Guard
 from dsagen.plan import KernelPlan
 
-_SHAPE_NAMES = frozenset(
-    {"num_splits", "tile_tokens", "topk", "topk_capacity", "main_ctas", "combine_ctas", "heads", "spec_heads"}
-)
+_SHAPE_NAMES = frozenset({"num_splits", "tile_tokens", "topk", "topk_capacity", "main_ctas", "combine_ctas"})
 # Guards that a shape and a partition decide; the others read tensors.
 SHAPE_GUARDS: tuple[Guard, ...] = tuple(guard for guard in LAUNCH_GUARDS if _SHAPE_NAMES.issuperset(guard.names))
 TENSOR_GUARDS: tuple[Guard, ...] = tuple(guard for guard in LAUNCH_GUARDS if guard not in SHAPE_GUARDS)
@@ -33,7 +31,6 @@ def candidates(
     plans: Sequence[KernelPlan],
     shape: DecodeShape,
     topk_capacity: int,
-    spec_heads: int,
     sm_count: int,
     determinism: Determinism,
     num_splits: int | None = None,
@@ -50,8 +47,6 @@ def candidates(
             "topk_capacity": topk_capacity,
             "main_ctas": part.main_ctas,
             "combine_ctas": part.combine_ctas,
-            "heads": shape.heads,
-            "spec_heads": spec_heads,
         }
         refusals = tuple(guard.failure(values) for guard in SHAPE_GUARDS if not guard.holds(values))
         judged.append(Candidate(plan, part, values, refusals))
@@ -81,7 +76,8 @@ def explain_choice(judged: Sequence[Candidate], shape: DecodeShape) -> str:
     part = chosen.partition
     lines += [
         f"chosen: {chosen.plan.slug}",
-        f"partition: {part.head_groups} head group(s) of up to {part.group_heads} heads, {part.num_splits} split(s) of up "
+        f"partition: {part.head_groups} head group(s) of up to {part.group_heads} heads, {part.num_splits} split(s) of "
+        "up "
         f"to {len(part.tiles_of(0))} of {part.row_tiles} tiles; {part.main_ctas} CTAs, combine {part.combine_ctas}",
         f"splits: {part.why}" + (" (untuned: no measured table for this device)" if part.untuned else ""),
         f"workspace: {part.workspace_bytes} B",

@@ -1,7 +1,7 @@
 """Launch arithmetic of sparse decode: head groups, splits, grids, workspace layout, page division. No torch.
 
-CTA `i` of the main kernel handles item ((row x num_splits) + split) x head_groups + group, with row = b x s_q + s. Split
-`j` of S takes tiles j, j + S, j + 2S, ... of its index row, so that a padded tail spreads over all splits.
+CTA `i` of the main kernel handles item ((row x num_splits) + split) x head_groups + group, with row = b x s_q + s.
+Split `j` of S takes tiles j, j + S, j + 2S, ... of its index row, so that a padded tail spreads over all splits.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class DecodePartition:
     """How a call is dealt to CTAs, and the workspace that it needs (0 bytes when rows are not split).
 
     The workspace holds lse_accum, fp32 [rows, num_splits, heads], at byte 0 and o_accum, fp32 [rows, num_splits, heads,
-    d_v], at `o_accum_offset_bytes`. `why` says where num_splits comes from; `untuned` that no measurement stands behind it.
+    d_v], at `o_accum_offset_bytes`. `why` says where num_splits comes from; `untuned` that no measurement stands
+    behind it.
     """
 
     rows: int
@@ -106,9 +107,7 @@ def partition(
     return _lay_out(shape, main_plan, row_tiles, head_groups, group_heads, num_splits, why, untuned)
 
 
-def split_load(
-    shape: DecodeShape, main_plan: KernelPlan, sm_count: int, row_tiles: int, head_groups: int
-) -> SplitLoad:
+def split_load(shape: DecodeShape, main_plan: KernelPlan, sm_count: int, row_tiles: int, head_groups: int) -> SplitLoad:
     """What the cost model reads, for a shape and a kernel."""
     variant = main_plan.variant
     tile_tokens, d_v = main_plan.constant("kTileTokens"), variant.axis_int("dv")

@@ -28,9 +28,9 @@ BATCH_INVARIANT_SPLIT_TOKENS = 512
 class SplitLoad:
     """What the cost model reads.
 
-    `units` are CTAs without splitting (rows x head groups); `row_tiles` tiles cover one index row. `tile_us` is the time
-    of one tile on an SM of its own, `resident_ctas` how many CTAs an SM holds, `partial_bytes` the partial output of all
-    rows for one split.
+    `units` are CTAs without splitting (rows x head groups); `row_tiles` tiles cover one index row. `tile_us` is the
+    time of one tile on an SM of its own, `resident_ctas` how many CTAs an SM holds, `partial_bytes` the partial output
+    of all rows for one split.
     """
 
     units: int

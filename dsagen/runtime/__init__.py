@@ -1,0 +1,1 @@
+"""Loading and launching: torch and cuda-python enter here."""

@@ -1,0 +1,305 @@
+"""`dsagen.load`: the kernels of a deployment, and one method per op."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dsagen import knobs
+from dsagen.errors import DeviceError, FrozenError, GuardError
+from dsagen.families.sparse_decode.choice import Candidate, candidates, choose, explain_choice
+from dsagen.families.sparse_decode.op import DecodeShape
+from dsagen.family import Cell, family_of_op
+from dsagen.matrix import expand
+from dsagen.plan import KernelPlan
+from dsagen.runtime.driver import CudaDriver, DeviceFacts, Driver
+from dsagen.runtime.loader import Loader, ReadCubins, device_arch, read_cubins
+from dsagen.runtime.plan_cache import PlanCache, PlanKey
+from dsagen.runtime.sparse_decode import (
+    OP,
+    DecodeBinder,
+    DecodeTensors,
+    SparseDecodePlan,
+    call_arguments,
+    check_index_values,
+    make_outputs,
+    require_scale,
+    spec_arguments,
+)
+from dsagen.spec import DeploymentSpec, load_spec
+
+Device = int | str | torch.device
+
+
+def load(
+    spec: str | os.PathLike[str] | Mapping[str, Any] | DeploymentSpec,
+    *,
+    device: Device | None = None,
+    archs: Sequence[str] | None = None,
+) -> Kernels:
+    """The kernels of a deployment, compiled for a device where the store lacks them.
+
+    `spec` is a file, a shipped spec's name, a mapping or a DeploymentSpec. `device` (torch's current one by default) is
+    where plans are made unless they name another; tensors on other devices are served as well, as far as `archs` (some
+    of the spec's; all by default) cover them. DSAGEN_DEBUG_SYNC and DSAGEN_CHECK_INDICES are read here.
+
+    Raises SpecError for a bad spec or one that cannot be built as a whole, DeviceError without a usable GPU, BuildError
+    when a kernel does not compile, StoreError when DSAGEN_NO_JIT is set and one is missing.
+    """
+    return Kernels(load_spec(spec), device=device, archs=archs)
+
+
+@dataclass(frozen=True)
+class DeviceKernels:
+    """What a deployment runs on one device: its main kernels in order of preference, and the combine."""
+
+    ordinal: int
+    facts: DeviceFacts
+    mains: tuple[KernelPlan, ...]
+    combine: KernelPlan
+
+    @property
+    def plans(self) -> tuple[KernelPlan, ...]:
+        """All of them."""
+        return (*self.mains, self.combine)
+
+
+class Kernels:
+    """Kernels of one deployment, made by `dsagen.load`. Safe to use from several threads.
+
+    `open_driver` and `read` are what a test replaces: the driver, and where cubins come from.
+    """
+
+    def __init__(
+        self,
+        spec: DeploymentSpec,
+        *,
+        device: Device | None = None,
+        archs: Sequence[str] | None = None,
+        open_driver: Callable[[], Driver] = CudaDriver,
+        read: ReadCubins = read_cubins,
+    ) -> None:
+        self.spec = spec
+        # What is wrong with a spec needs no GPU to be told, so it comes first.
+        self._matrix = expand(spec, tuple(archs) if archs is not None else None)
+        self._matrix.require_complete()
+        self._archs = tuple(dict.fromkeys(cell.arch for cell in self._matrix.cells))
+        self._debug_sync, self._checks_values = knobs.DEBUG_SYNC.get(), knobs.CHECK_INDICES.get()
+        self._driver = open_driver()
+        self._loader = Loader(self._driver, read)
+        self._binder = DecodeBinder(spec, self._driver)
+        self._spec_arguments = spec_arguments(spec)
+        self._devices: dict[int, DeviceKernels] = {}
+        self._plans = PlanCache()
+        self._lock = threading.RLock()
+        self._default = self._driver.current_device() if device is None else self._ordinal(device)
+        self._loader.fetch(self._on(self._default).plans)
+
+    @property
+    def device(self) -> torch.device:
+        """Where plans are made unless they name another device."""
+        return self._driver.torch_device(self._default)
+
+    def prepare(self, devices: Iterable[Device] | None = None) -> None:
+        """Compile and load every kernel of the deployment on the given devices (default: `device`).
+
+        After that no launch on them compiles or loads anything. FrozenError after freeze() or during graph capture.
+        """
+        for ordinal in [self._default] if devices is None else [self._ordinal(device) for device in devices]:
+            kernels = self._on(ordinal)
+            self._loader.fetch(kernels.plans)
+            for plan in kernels.plans:
+                self._loader.load(plan, ordinal)
+
+    def freeze(self) -> None:
+        """From now on needing a kernel that is not loaded is a FrozenError instead of a compile or a load."""
+        self._loader.freeze()
+
+    def explain(
+        self,
+        op: str = OP,
+        *,
+        batch: int,
+        s_q: int = 1,
+        topk: int | None = None,
+        num_splits: int | None = None,
+        device: Device | None = None,
+    ) -> str:
+        """Which kernel a call of that shape takes and why: guards of each candidate, partition, workspace."""
+        self._require_op(op)
+        kernels = self._on(self._ordinal(device))
+        shape = self._shape(batch, s_q, self.spec.topk if topk is None else topk)
+        facts, arch = kernels.facts, kernels.combine.variant.arch
+        judged = self._judge(kernels, shape, num_splits)
+        head = f"{op}: {self.spec.name} on device {kernels.ordinal} ({facts.name}, {arch}, {facts.sm_count} SMs)"
+        combine = next(
+            (f"combine: {kernels.combine.slug}" for c in judged if not c.refusals and c.partition.combine_ctas), ""
+        )
+        return "\n".join(filter(None, (head, explain_choice(judged, shape), combine)))
+
+    def sparse_decode_workspace_bytes(
+        self, batch: int, s_q: int, topk: int, *, num_splits: int | None = None, device: Device | None = None
+    ) -> int:
+        """Bytes of the workspace that a plan of that shape needs; 0 where rows are not split. Allocates nothing."""
+        self._require_op(OP)
+        kernels = self._on(self._ordinal(device))
+        return choose(self._judge(kernels, self._shape(batch, s_q, topk), num_splits)).partition.workspace_bytes
+
+    def plan_sparse_decode(
+        self,
+        batch: int,
+        s_q: int,
+        topk: int,
+        *,
+        num_splits: int | None = None,
+        workspace: torch.Tensor | None = None,
+        device: Device | None = None,
+    ) -> SparseDecodePlan:
+        """A plan for calls with q [batch, s_q, heads, d_qk] and indices [batch, s_q, topk].
+
+        `num_splits` overrides the spec's mode. `workspace` is uint8 memory of at least `sparse_decode_workspace_bytes`,
+        which must serve no other plan at the same time; without it the plan allocates its own. Loads kernels that are
+        not loaded yet. FrozenError during graph capture.
+        """
+        self._require_op(OP)
+        kernels = self._on(self._ordinal(device))
+        if self._driver.is_capturing(kernels.ordinal):
+            raise FrozenError(
+                f"sparse_decode: no plan for batch {batch}, s_q {s_q}, topk {topk} exists, and making one during CUDA "
+                "graph "
+                "capture is not possible: call plan_sparse_decode before the capture and pass its plan"
+            )
+        chosen = choose(self._judge(kernels, self._shape(batch, s_q, topk), num_splits))
+        main = self._loader.load(chosen.plan, kernels.ordinal)
+        combine = self._loader.load(kernels.combine, kernels.ordinal) if chosen.partition.combine_ctas else None
+        return SparseDecodePlan(
+            self.spec, self._driver, (batch, s_q, topk), chosen.partition, main, combine, workspace, self._debug_sync
+        )
+
+    def sparse_decode(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        indices: torch.Tensor,
+        *,
+        plan: SparseDecodePlan | None = None,
+        topk_length: torch.Tensor | None = None,
+        attn_sink: torch.Tensor | None = None,
+        softmax_scale: float | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention of each query token over the cache rows that its index list names, on the current stream.
+
+        - q: bf16 [batch, s_q, heads, d_qk], last dim contiguous
+        - k_cache: [pages, page_size, 1, columns] of the spec's KV format; pages may lie apart by any multiple of 16
+        bytes
+        - indices: int32 [batch, s_q, topk], page x page_size + slot; negative: no token. Ids at or past the pool are
+          masked; with DSAGEN_CHECK_INDICES they are an error, at the price of waiting for the device
+        - topk_length: int32 [batch] or [batch, s_q], live columns of each row; bounded to 0..topk (checked likewise)
+        - attn_sink: fp32 [heads], natural-log logits of a sink without value
+        - softmax_scale: the model's by default
+        - out, lse: destinations, allocated where not given
+
+        Returns out bf16 [batch, s_q, heads, d_v] and lse fp32 [batch, heads, s_q] in the spec's base, without the
+        sink. A row without tokens gives 0 and the spec's empty lse. Calls without `plan` share plans per shape and
+        stream; during CUDA graph capture they need one from an earlier call of that shape on that stream, so better
+        pass one. Raises GuardError for tensors that do not fit, FrozenError for what would have to be made during
+        capture, DeviceError when the driver refuses.
+        """
+        self._require_op(OP)
+        tensors = DecodeTensors(q, k_cache, indices, topk_length, attn_sink, out, lse)
+        binding = self._binder.bind(tensors)
+        scale = self.spec.sm_scale if softmax_scale is None else require_scale(softmax_scale)
+        ordinal = self._driver.ordinal(binding.device)
+        assert ordinal is not None
+        stream = self._driver.current_stream(ordinal)
+        if plan is None:
+            if binding.batch * binding.s_q == 0:
+                return make_outputs(tensors, self.spec.dims.d_v)
+            plan = self._shared_plan(PlanKey(binding.batch, binding.s_q, binding.topk, ordinal, stream))
+        else:
+            self._require_own(plan)
+            plan.require_shape(binding)
+        if self._checks_values:
+            self._check_values(tensors, ordinal)
+        results = make_outputs(tensors, self.spec.dims.d_v)
+        if binding.batch * binding.s_q:
+            call = call_arguments(tensors, *results, scale)
+            plan.launch({**self._spec_arguments, **binding.arguments, **call}, stream)
+        return results
+
+    def _shared_plan(self, key: PlanKey) -> SparseDecodePlan:
+        with self._lock:
+            plan = self._plans.get(key)
+            if plan is None:
+                plan = self.plan_sparse_decode(key.batch, key.s_q, key.topk, device=key.ordinal)
+                self._plans.add(key, plan)
+            elif self._driver.is_capturing(key.ordinal):
+                self._plans.pin(key)
+            return plan
+
+    def _check_values(self, tensors: DecodeTensors, ordinal: int) -> None:
+        if self._driver.is_capturing(ordinal):
+            raise GuardError(
+                "[SD-24] DSAGEN_CHECK_INDICES: checking waits for the device, which CUDA graph capture does not allow: "
+                "unset it"
+            )
+        check_index_values(tensors)
+
+    def _require_own(self, plan: SparseDecodePlan) -> None:
+        if not isinstance(plan, SparseDecodePlan) or plan.spec is not self.spec:
+            raise GuardError("[T-09] plan: was not made by these kernels: pass what their plan_sparse_decode returned")
+
+    def _require_op(self, op: str) -> None:
+        if op not in self.spec.ops:
+            raise GuardError(
+                f"[SD-25] {op}: the spec {self.spec.name} declares ops {', '.join(self.spec.ops)}: add it there"
+            )
+
+    def _shape(self, batch: int, s_q: int, topk: int) -> DecodeShape:
+        return DecodeShape(batch, s_q, self.spec.heads, topk)
+
+    def _judge(self, kernels: DeviceKernels, shape: DecodeShape, num_splits: int | None) -> tuple[Candidate, ...]:
+        spec = self.spec
+        sm_count = kernels.facts.sm_count
+        return candidates(kernels.mains, shape, spec.topk, sm_count, spec.determinism, num_splits)
+
+    def _on(self, ordinal: int) -> DeviceKernels:
+        """The deployment's kernels for a device; DeviceError when its arch is not among them."""
+        found = self._devices.get(ordinal)
+        if found is None:
+            facts = self._driver.facts(ordinal)
+            row = device_arch(facts, ordinal, self.spec.name, self._archs)
+            cells = [cell for cell in self._matrix.cells if cell.arch == row.name and cell.op == OP]
+            mains, combines = (_plans_of(cells, role) for role in ("main", "combine"))
+            found = self._devices[ordinal] = DeviceKernels(ordinal, facts, mains, combines[0])
+        return found
+
+    def _ordinal(self, device: Device | None) -> int:
+        if device is None:
+            return self._default
+        ordinal, count = self._find_ordinal(device), self._driver.device_count()
+        if ordinal is None or not 0 <= ordinal < count:
+            raise DeviceError(f"device {device!r}: expected one of the {count} CUDA device(s), such as 0 or 'cuda:0'")
+        return ordinal
+
+    def _find_ordinal(self, device: Device) -> int | None:
+        if isinstance(device, int):
+            return None if isinstance(device, bool) else device
+        try:
+            named = torch.device(device)
+        except (RuntimeError, TypeError):
+            return None
+        if named.type == "cuda" and named.index is None:
+            return self._driver.current_device()
+        return self._driver.ordinal(named)
+
+
+def _plans_of(cells: Iterable[Cell], role: str) -> tuple[KernelPlan, ...]:
+    return tuple(family_of_op(c.op).plan(c.variant) for c in cells if c.role == role and c.variant is not None)

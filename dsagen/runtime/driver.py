@@ -1,0 +1,308 @@
+"""The CUDA driver as the runtime sees it: one small class, which tests replace by one that records launches."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+
+from dsagen import knobs
+from dsagen.errors import DeviceError
+
+# CUDA 12.8, the first driver generation (570) whose loader takes what the build makes.
+MIN_DRIVER_VERSION = 12080
+# What the driver answers when a call is not allowed because a stream is being captured.
+CAPTURE_ERRORS = frozenset(
+    {
+        "CUDA_ERROR_NOT_PERMITTED",
+        "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED",
+        "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT",
+        "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED",
+    }
+)
+NO_BINARY = "CUDA_ERROR_NO_BINARY_FOR_GPU"
+
+
+class DriverError(DeviceError):
+    """A driver call failed; `code` is the driver's name of the error."""
+
+    def __init__(self, what: str, code: str, text: str) -> None:
+        super().__init__(f"{what}: {code}: {text}")
+        self.code = code
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """What planning and guards read of a device."""
+
+    name: str
+    capability: tuple[int, int]
+    sm_count: int
+    smem_optin_bytes: int
+
+
+@dataclass(frozen=True)
+class KernelAttributes:
+    """What the driver says about a loaded kernel; registers and local bytes are per thread."""
+
+    registers: int
+    local_bytes: int
+    static_smem_bytes: int
+    max_threads: int
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """One launch: `grid` CTAs in x, `threads` each. `overlaps_previous` asks for programmatic stream serialisation."""
+
+    grid: int
+    threads: int
+    smem_bytes: int
+    stream: int
+    overlaps_previous: bool
+
+
+class Driver(Protocol):
+    """What the runtime needs. Devices are ordinals as torch counts them, streams raw handles, kernels opaque."""
+
+    def device_count(self) -> int: ...  # noqa: D102
+    def current_device(self) -> int: ...  # noqa: D102
+    def facts(self, ordinal: int) -> DeviceFacts: ...  # noqa: D102
+    def ordinal(self, device: torch.device) -> int | None:
+        """Ordinal of a torch device with an index, None for a device of another kind."""
+
+    def torch_device(self, ordinal: int) -> torch.device: ...  # noqa: D102
+    def load_kernel(self, ordinal: int, cubin: bytes, symbol: str) -> Any: ...  # noqa: D102
+    def attributes(self, ordinal: int, kernel: Any) -> KernelAttributes: ...  # noqa: D102
+    def allow_dynamic_smem(self, ordinal: int, kernel: Any, smem_bytes: int) -> None: ...  # noqa: D102
+    def current_stream(self, ordinal: int) -> int: ...  # noqa: D102
+    def is_capturing(self, ordinal: int) -> bool:
+        """Whether the current stream of the device is being captured, or forbids calls because another one is."""
+
+    def make_launch(self, ordinal: int, kernel: Any, config: LaunchConfig, params: int) -> Callable[[], None]:
+        """A prepared launch; `params` is the address of the array of parameter pointers, which must stay alive."""
+
+    def synchronize(self, ordinal: int, stream: int) -> None: ...  # noqa: D102
+    def keep_for_stream(self, ordinal: int, tensor: torch.Tensor) -> None:
+        """Tell the allocator that the current stream uses a tensor, so that its memory outlives that work."""
+
+
+class CudaDriver:
+    """The real driver, by cuda-python, in the primary contexts that torch uses as well.
+
+    Raises DeviceError when there is no driver, no device, a driver that is too old, or a torch without CUDA.
+    """
+
+    def __init__(self) -> None:
+        self._cuda = _import_driver()
+        self._contexts: dict[int, Any] = {}
+        self._lock = threading.Lock()
+        _require_torch_cuda()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+
+    def device_count(self) -> int:
+        """Devices that CUDA_VISIBLE_DEVICES leaves."""
+        return int(self._call("cuDeviceGetCount"))
+
+    def current_device(self) -> int:
+        """Torch's current device."""
+        return int(torch.cuda.current_device())
+
+    def facts(self, ordinal: int) -> DeviceFacts:
+        """Name and limits of a device."""
+        device, kind = self._device(ordinal), self._cuda.CUdevice_attribute
+
+        def attribute(name: str) -> int:
+            return int(self._call("cuDeviceGetAttribute", getattr(kind, f"CU_DEVICE_ATTRIBUTE_{name}"), device))
+
+        name = self._call("cuDeviceGetName", 256, device)
+        return DeviceFacts(
+            name=name.split(b"\0")[0].decode(),
+            capability=(attribute("COMPUTE_CAPABILITY_MAJOR"), attribute("COMPUTE_CAPABILITY_MINOR")),
+            sm_count=attribute("MULTIPROCESSOR_COUNT"),
+            smem_optin_bytes=attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
+        )
+
+    def ordinal(self, device: torch.device) -> int | None:
+        """The index of a CUDA device."""
+        return device.index if device.type == "cuda" else None
+
+    def torch_device(self, ordinal: int) -> torch.device:
+        """The CUDA device of that index."""
+        return torch.device("cuda", ordinal)
+
+    def load_kernel(self, ordinal: int, cubin: bytes, symbol: str) -> Any:
+        """The function of a cubin in the device's context. Libraries stay loaded: captured graphs may refer to them."""
+        with self._current(ordinal):
+            library = self._call("cuLibraryLoadData", cubin, [], [], 0, [], [], 0)
+            # Loading is lazy: a cubin of another arch is refused only here.
+            kernel = self._call("cuLibraryGetKernel", library, symbol.encode())
+            return _CudaKernel(library, kernel, self._call("cuKernelGetFunction", kernel))
+
+    def attributes(self, ordinal: int, kernel: Any) -> KernelAttributes:
+        """Attributes of a loaded kernel on its device."""
+        kind, device = self._cuda.CUfunction_attribute, self._device(ordinal)
+
+        def attribute(name: str) -> int:
+            return int(
+                self._call("cuKernelGetAttribute", getattr(kind, f"CU_FUNC_ATTRIBUTE_{name}"), kernel.kernel, device)
+            )
+
+        with self._current(ordinal):
+            return KernelAttributes(
+                registers=attribute("NUM_REGS"),
+                local_bytes=attribute("LOCAL_SIZE_BYTES"),
+                static_smem_bytes=attribute("SHARED_SIZE_BYTES"),
+                max_threads=attribute("MAX_THREADS_PER_BLOCK"),
+            )
+
+    def allow_dynamic_smem(self, ordinal: int, kernel: Any, smem_bytes: int) -> None:
+        """Opt in to more dynamic shared memory than the default 48 KiB."""
+        kind = self._cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        with self._current(ordinal):
+            self._call("cuKernelSetAttribute", kind, smem_bytes, kernel.kernel, self._device(ordinal))
+
+    def current_stream(self, ordinal: int) -> int:
+        """Torch's current stream on a device."""
+        return int(torch._C._cuda_getCurrentRawStream(ordinal))
+
+    def is_capturing(self, ordinal: int) -> bool:
+        """Whether the current stream is being captured; the legacy stream refuses while any other one is."""
+        with self._current(ordinal):
+            result, *status = self._cuda.cuStreamIsCapturing(self.current_stream(ordinal))
+        if result.name in CAPTURE_ERRORS:
+            return True
+        _check(self._cuda, "cuStreamIsCapturing", result)
+        return bool(status[0] != self._cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
+
+    def make_launch(self, ordinal: int, kernel: Any, config: LaunchConfig, params: int) -> Callable[[], None]:
+        """A prepared cuLaunchKernelEx."""
+        launch = self._cuda.CUlaunchConfig()
+        launch.gridDimX, launch.gridDimY, launch.gridDimZ = config.grid, 1, 1
+        launch.blockDimX, launch.blockDimY, launch.blockDimZ = config.threads, 1, 1
+        launch.sharedMemBytes = config.smem_bytes
+        launch.hStream = config.stream
+        if config.overlaps_previous:
+            attribute = self._cuda.CUlaunchAttribute()
+            attribute.id = self._cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            launch.attrs = [attribute]
+            launch.numAttrs = 1
+        function, call = kernel.function, self._cuda.cuLaunchKernelEx
+
+        def run() -> None:
+            with self._current(ordinal):
+                (result,) = call(launch, function, params, 0)
+            _check(self._cuda, "cuLaunchKernelEx", result)
+
+        return run
+
+    def synchronize(self, ordinal: int, stream: int) -> None:
+        """Wait for a stream; raises what its work reports."""
+        with self._current(ordinal):
+            self._call("cuStreamSynchronize", stream)
+
+    def keep_for_stream(self, ordinal: int, tensor: torch.Tensor) -> None:
+        """Record the current stream with torch's allocator."""
+        tensor.record_stream(torch.cuda.current_stream(ordinal))
+
+    def _device(self, ordinal: int) -> Any:
+        return self._call("cuDeviceGet", ordinal)
+
+    def _current(self, ordinal: int) -> _CurrentContext:
+        context = self._contexts.get(ordinal)
+        if context is None:
+            with self._lock:
+                context = self._contexts[ordinal] = self._call("cuDevicePrimaryCtxRetain", self._device(ordinal))
+        return _CurrentContext(self._cuda, context)
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        result, *values = getattr(self._cuda, name)(*arguments)
+        _check(self._cuda, name, result)
+        return values[0] if values else None
+
+
+@dataclass(frozen=True)
+class _CudaKernel:
+    """Handles of a loaded kernel: the function is the kernel in one device's context."""
+
+    library: Any
+    kernel: Any
+    function: Any
+
+
+class _CurrentContext:
+    """Makes a device's context current for one `with`, unless it is already.
+
+    The driver is asked rather than torch, for a thread that has not touched CUDA yet has no context, and torch reports
+    device 0 there all the same.
+    """
+
+    __slots__ = ("_context", "_cuda", "_pushed")
+
+    def __init__(self, cuda: Any, context: Any) -> None:
+        self._cuda, self._context, self._pushed = cuda, context, False
+
+    def __enter__(self) -> None:
+        result, current = self._cuda.cuCtxGetCurrent()
+        _check(self._cuda, "cuCtxGetCurrent", result)
+        if int(current) != int(self._context):
+            (result,) = self._cuda.cuCtxPushCurrent(self._context)
+            _check(self._cuda, "cuCtxPushCurrent", result)
+            self._pushed = True
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._pushed:
+            result, _ = self._cuda.cuCtxPopCurrent()
+            _check(self._cuda, "cuCtxPopCurrent", result)
+
+
+def _import_driver() -> Any:
+    """cuda-python's driver module with the driver initialised."""
+    from cuda.bindings import driver as cuda
+
+    visible = knobs.foreign("CUDA_VISIBLE_DEVICES")
+    hint = "`dsagen build` needs no GPU; loading and launching do"
+    try:
+        (result,) = cuda.cuInit(0)
+    except RuntimeError as error:
+        raise DeviceError(f"no NVIDIA driver found on this machine ({str(error).splitlines()[0]}). {hint}.") from None
+    shown = f"CUDA_VISIBLE_DEVICES={visible!r}" if visible is not None else "CUDA_VISIBLE_DEVICES is not set"
+    if result:
+        raise DeviceError(
+            f"an NVIDIA driver but no usable device: {_driver_error(cuda, 'cuInit', result)} ({shown}). {hint}."
+        )
+    _, version = cuda.cuDriverGetVersion()
+    if version < MIN_DRIVER_VERSION:
+        raise DeviceError(
+            f"the NVIDIA driver supports CUDA {version // 1000}.{version % 1000 // 10}: kernels need 12.8, which "
+            "driver 570 "
+            "and newer have. Update the driver."
+        )
+    _, count = cuda.cuDeviceGetCount()
+    if count < 1:
+        raise DeviceError(f"an NVIDIA driver but no device ({shown}). {hint}.")
+    return cuda
+
+
+def _require_torch_cuda() -> None:
+    if torch.version.cuda is None:
+        raise DeviceError(
+            f"torch {torch.__version__} is built without CUDA: install a CUDA build of torch to launch kernels"
+        )
+
+
+def _check(cuda: Any, what: str, result: Any) -> None:
+    if result:
+        raise _driver_error(cuda, what, result)
+
+
+def _driver_error(cuda: Any, what: str, result: Any) -> DriverError:
+    _, text = cuda.cuGetErrorString(result)
+    return DriverError(what, result.name, text.decode() if text else "unknown error")

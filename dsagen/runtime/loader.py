@@ -1,0 +1,196 @@
+"""From plans to functions on a device: compile what is missing, load, and hold what was loaded to its plan."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dsagen import knobs
+from dsagen.arch import Arch, arch_for_capability
+from dsagen.build import Store, build_units
+from dsagen.errors import DeviceError, FrozenError, SpecError, StoreError
+from dsagen.guard import Guard, check
+from dsagen.plan import KernelPlan
+from dsagen.render import RenderedUnit, render
+from dsagen.runtime.driver import CAPTURE_ERRORS, NO_BINARY, DeviceFacts, Driver, DriverError
+
+LOAD_GUARDS: tuple[Guard, ...] = (
+    Guard(
+        "L-01",
+        "load",
+        "registers <= registers_cap",
+        "loaded kernel uses {registers} registers a thread, its plan allows {registers_cap}: the store entry is not "
+        "what "
+        "was planned; rebuild it with `dsagen build --force`",
+    ),
+    Guard(
+        "L-02",
+        "load",
+        "local_bytes == 0",
+        "loaded kernel keeps {local_bytes} B a thread in local memory, its plan none: it spills; rebuild it with "
+        "`dsagen build --force`",
+    ),
+    Guard(
+        "L-03",
+        "load",
+        "threads <= max_threads",
+        "loaded kernel runs with at most {max_threads} threads a block, its plan needs {threads}: rebuild it with "
+        "`dsagen build --force`",
+    ),
+    Guard(
+        "L-04",
+        "load",
+        "static_smem_bytes == 0",
+        "loaded kernel has {static_smem_bytes} B of static shared memory, its plan none: rebuild it with "
+        "`dsagen build --force`",
+    ),
+    Guard(
+        "L-05",
+        "load",
+        "smem_bytes <= device_smem_bytes",
+        "kernel needs {smem_bytes} B of shared memory, this device gives a block {device_smem_bytes} B: build for the "
+        "arch "
+        "of this device",
+    ),
+)
+
+ReadCubins = Callable[[Sequence[KernelPlan]], dict[str, bytes]]
+
+
+@dataclass(frozen=True)
+class LoadedKernel:
+    """A kernel on one device, checked against its plan."""
+
+    plan: KernelPlan
+    ordinal: int
+    handle: Any
+
+
+def read_cubins(plans: Sequence[KernelPlan]) -> dict[str, bytes]:
+    """Cubin by slug, compiling what the store lacks; with DSAGEN_NO_JIT a miss is a StoreError."""
+    units = [render(plan) for plan in plans]
+    store = Store.open()
+    if not knobs.NO_JIT.get():
+        return {result.entry.slug: result.entry.cubin_path.read_bytes() for result in build_units(units, store)}
+    return {unit.slug: _read_existing(store, unit) for unit in units}
+
+
+def _read_existing(store: Store, unit: RenderedUnit) -> bytes:
+    entry = store.lookup(unit)
+    if entry is None:
+        roots = ", ".join(str(root) for root in store.roots)
+        raise StoreError(
+            f"{unit.slug} is not in the kernel store ({roots}), and DSAGEN_NO_JIT forbids to compile it now: run "
+            "`dsagen build` for this spec, or point DSAGEN_CACHE_DIR to a store that has it"
+        )
+    return entry.cubin_path.read_bytes()
+
+
+def device_arch(facts: DeviceFacts, ordinal: int, spec_name: str, declared: Sequence[str]) -> Arch:
+    """The declared arch that runs on a device; DeviceError that names both sides otherwise."""
+    major, minor = facts.capability
+    try:
+        found = arch_for_capability(major, minor)
+    except SpecError as error:
+        raise DeviceError(f"device {ordinal} ({facts.name}): {error}") from None
+    if found.name not in declared:
+        raise DeviceError(
+            f"{spec_name} is for {', '.join(declared)}, device {ordinal} ({facts.name}) is {found.name}: add "
+            f"{found.name} "
+            "to `archs` in the spec, or choose another device"
+        )
+    return found
+
+
+class Loader:
+    """Loaded kernels by variant and device. Safe to use from several threads; nothing is ever unloaded."""
+
+    def __init__(self, driver: Driver, read: ReadCubins = read_cubins) -> None:
+        self._driver, self._read = driver, read
+        self._cubins: dict[str, bytes] = {}
+        self._loaded: dict[tuple[str, int], LoadedKernel] = {}
+        self._lock = threading.RLock()
+        self._frozen = False
+
+    @property
+    def frozen(self) -> bool:
+        """Whether misses are errors."""
+        return self._frozen
+
+    def freeze(self) -> None:
+        """From now on a kernel that is not loaded yet is a FrozenError."""
+        self._frozen = True
+
+    def fetch(self, plans: Sequence[KernelPlan]) -> None:
+        """Have the cubins of these plans at hand, compiling what is missing."""
+        with self._lock:
+            missing = [plan for plan in plans if plan.slug not in self._cubins]
+            if missing:
+                self._refuse_when_frozen(missing[0], "compiled")
+                self._cubins |= self._read(missing)
+
+    def load(self, plan: KernelPlan, ordinal: int) -> LoadedKernel:
+        """The kernel on that device.
+
+        Loads it at first use; FrozenError when that is forbidden (after freeze(), or while a CUDA graph is captured),
+        GuardError when it is not what its plan says, DeviceError when the device cannot run it.
+        """
+        found = self._loaded.get((plan.slug, ordinal))
+        if found is not None:
+            return found
+        with self._lock:
+            found = self._loaded.get((plan.slug, ordinal))
+            if found is None:
+                self._refuse_when_frozen(plan, f"loaded on device {ordinal}")
+                if self._driver.is_capturing(ordinal):
+                    raise FrozenError(_capture_text(plan, ordinal))
+                self.fetch([plan])
+                found = self._loaded[plan.slug, ordinal] = self._load(plan, ordinal)
+            return found
+
+    def _refuse_when_frozen(self, plan: KernelPlan, what: str) -> None:
+        if self._frozen:
+            raise FrozenError(
+                f"{plan.slug} is needed but was not {what} before freeze(): call prepare() for every device first"
+            )
+
+    def _load(self, plan: KernelPlan, ordinal: int) -> LoadedKernel:
+        facts = self._driver.facts(ordinal)
+        try:
+            handle = self._driver.load_kernel(ordinal, self._cubins[plan.slug], plan.symbol)
+        except DriverError as error:
+            if error.code in CAPTURE_ERRORS:
+                raise FrozenError(_capture_text(plan, ordinal)) from None
+            if error.code == NO_BINARY:
+                major, minor = facts.capability
+                raise DeviceError(
+                    f"{plan.slug} is built for {plan.variant.arch}, device {ordinal} ({facts.name}) has compute "
+                    "capability "
+                    f"{major}.{minor}: load the spec for this device's arch"
+                ) from None
+            raise DeviceError(f"{plan.slug} cannot be loaded on device {ordinal} ({facts.name}): {error}") from None
+        found = self._driver.attributes(ordinal, handle)
+        values = {
+            "registers": found.registers,
+            "registers_cap": plan.registers_cap,
+            "local_bytes": found.local_bytes,
+            "threads": plan.threads,
+            "max_threads": found.max_threads,
+            "static_smem_bytes": found.static_smem_bytes,
+            "smem_bytes": plan.smem_bytes,
+            "device_smem_bytes": facts.smem_optin_bytes,
+        }
+        check(LOAD_GUARDS, values, plan.slug)
+        if plan.smem_bytes:
+            self._driver.allow_dynamic_smem(ordinal, handle, plan.smem_bytes)
+        return LoadedKernel(plan, ordinal, handle)
+
+
+def _capture_text(plan: KernelPlan, ordinal: int) -> str:
+    return (
+        f"{plan.slug} is not loaded on device {ordinal} yet, and loading during CUDA graph capture is not possible: "
+        "call "
+        "prepare() before the capture"
+    )

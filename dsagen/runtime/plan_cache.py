@@ -1,0 +1,52 @@
+"""Plans that calls without a plan share, per shape, device and stream."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import NamedTuple
+
+from dsagen.runtime.sparse_decode import SparseDecodePlan
+
+MAX_PLANS = 64
+MAX_WORKSPACE_BYTES = 256 << 20
+
+
+class PlanKey(NamedTuple):
+    """What decides a cached plan; `stream` is a raw handle."""
+
+    batch: int
+    s_q: int
+    topk: int
+    ordinal: int
+    stream: int
+
+
+class PlanCache:
+    """The plans used last, within a count and a sum of workspace bytes. Not locked: its owner is."""
+
+    def __init__(self, max_plans: int = MAX_PLANS, max_workspace_bytes: int = MAX_WORKSPACE_BYTES) -> None:
+        self._max_plans, self._max_workspace_bytes = max_plans, max_workspace_bytes
+        self._plans: OrderedDict[PlanKey, SparseDecodePlan] = OrderedDict()
+        self._pinned: dict[PlanKey, SparseDecodePlan] = {}
+
+    def get(self, key: PlanKey) -> SparseDecodePlan | None:
+        """The plan of that key, which then counts as the one used last."""
+        if key in self._pinned:
+            return self._pinned[key]
+        plan = self._plans.get(key)
+        if plan is not None:
+            self._plans.move_to_end(key)
+        return plan
+
+    def add(self, key: PlanKey, plan: SparseDecodePlan) -> None:
+        """Keep a plan, at the cost of those not used for longest."""
+        self._plans[key] = plan
+        held_bytes = sum(kept.workspace_bytes for kept in self._plans.values())
+        while len(self._plans) > 1 and (len(self._plans) > self._max_plans or held_bytes > self._max_workspace_bytes):
+            _, dropped = self._plans.popitem(last=False)
+            held_bytes -= dropped.workspace_bytes
+
+    def pin(self, key: PlanKey) -> None:
+        """Keep a plan for good: a captured graph holds its workspace's address."""
+        if key in self._plans:
+            self._pinned[key] = self._plans.pop(key)

@@ -1,0 +1,379 @@
+"""The sparse-decode op on torch tensors: what a call must bring, and the plan that launches it."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from dsagen.errors import GuardError
+from dsagen.families.sparse_decode.choice import TENSOR_GUARDS
+from dsagen.families.sparse_decode.op import WORKSPACE_ALIGNMENT_BYTES, DecodePartition, page_divisor
+from dsagen.guard import check
+from dsagen.runtime.driver import Driver
+from dsagen.runtime.launch import ArgumentBlock, KernelLaunch, Number
+from dsagen.runtime.loader import LoadedKernel
+from dsagen.runtime.tensors import (
+    TensorRule,
+    dtype_name,
+    free_strides,
+    require,
+    require_device,
+    require_no_overlap,
+    require_plain,
+    require_separate_elements,
+    signature,
+    span_bytes,
+)
+from dsagen.spec import DeploymentSpec
+
+OP = "sparse_decode"
+_LOG2_E = 1.4426950408889634
+_FP32_MAX = 3.4028234663852886e38
+# Signatures remembered; a serving process has a handful.
+_MAX_BINDINGS = 256
+
+
+@dataclass(frozen=True)
+class DecodeTensors:
+    """The tensors of one call; optional ones may be None."""
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    indices: torch.Tensor
+    topk_length: torch.Tensor | None = None
+    attn_sink: torch.Tensor | None = None
+    out: torch.Tensor | None = None
+    lse: torch.Tensor | None = None
+
+    def inputs(self) -> list[tuple[str, torch.Tensor]]:
+        """Inputs that are given, by name; q, k_cache and indices always."""
+        optional = [("topk_length", self.topk_length), ("attn_sink", self.attn_sink)]
+        always = [("q", self.q), ("k_cache", self.k_cache), ("indices", self.indices)]
+        return always + [(name, tensor) for name, tensor in optional if tensor is not None]
+
+    def outputs(self) -> list[tuple[str, torch.Tensor]]:
+        """Outputs that are given, by name."""
+        return [(name, tensor) for name, tensor in (("out", self.out), ("lse", self.lse)) if tensor is not None]
+
+
+@dataclass(frozen=True)
+class Binding:
+    """What checked tensors say: shape, device, and every argument that follows from shapes and strides.
+
+    `span_bytes` is, by tensor name, from its first byte to the end of its last element.
+    """
+
+    batch: int
+    s_q: int
+    topk: int
+    device: torch.device
+    span_bytes: Mapping[str, int]
+    arguments: Mapping[str, Number]
+
+
+class DecodeBinder:
+    """Checks a call's tensors against a spec. Tensors like some that passed before are told by their signatures."""
+
+    def __init__(self, spec: DeploymentSpec, driver: Driver) -> None:
+        self._spec, self._driver, self._format = spec, driver, spec.kv_format
+        self._bindings: dict[object, Binding] = {}
+
+    def bind(self, tensors: DecodeTensors) -> Binding:
+        """The binding of these tensors; GuardError for the first that is not as the op needs it."""
+        inputs, outputs = tensors.inputs(), tensors.outputs()
+        for name, tensor in inputs + outputs:
+            require_plain(name, tensor)
+        key = tuple([signature(tensor) for tensor in vars(tensors).values()])
+        found = self._bindings.get(key)
+        if found is None:
+            found = self._check(tensors)
+            if len(self._bindings) >= _MAX_BINDINGS:
+                self._bindings.clear()
+            self._bindings[key] = found
+        if outputs:
+            require_no_overlap(outputs, inputs, found.span_bytes)
+        return found
+
+    def _check(self, t: DecodeTensors) -> Binding:
+        if self._driver.ordinal(t.q.device) is None:
+            raise GuardError(f"[T-03] q: on {t.q.device}, expected a CUDA device: move it with q.to('cuda')")
+        for name, tensor in t.inputs() + t.outputs():
+            require_device(name, tensor, t.q.device, "q")
+        spec, fmt, cache = self._spec, self._format, self._format.cache_tensor()
+        require(TensorRule("q", ("bfloat16",), "[batch, s_q, heads, d_qk]", (None, None, None, fmt.d_qk)), t.q)
+        batch, s_q, heads = (int(size) for size in t.q.shape[:3])
+        require(TensorRule("indices", ("int32",), "[batch, s_q, topk]", (batch, s_q, None)), t.indices)
+        topk = int(t.indices.shape[2])
+        columns = f"[pages, page_size, 1, columns of KV format {fmt.format_id}]"
+        require(TensorRule("k_cache", cache.dtypes, columns, (None, None, 1, cache.columns)), t.k_cache)
+        _require_optional(t, batch, s_q, heads, fmt.d_v)
+
+        arguments = {**_input_strides(t), **_output_strides(t, batch, s_q, heads, fmt.d_v), **self._pages(t.k_cache)}
+        values = {
+            **arguments,
+            "heads": heads,
+            "spec_heads": spec.heads,
+            "topk": topk,
+            "topk_capacity": spec.topk,
+            "io_row_stride_bytes": cache.io_stride_bytes,
+            "page_bytes": fmt.page_bytes(arguments["page_size"]),
+            "q_address": t.q.data_ptr(),
+            "k_cache_address": t.k_cache.data_ptr(),
+            "out_address": 0 if t.out is None else t.out.data_ptr(),
+        }
+        check(TENSOR_GUARDS, values)
+        multiplier, shift = page_divisor(arguments["page_size"])
+        shape = {"s_q": s_q, "heads": heads, "topk": topk, "page_multiplier": multiplier, "page_shift": shift}
+        spans = {name: span_bytes(tensor) for name, tensor in t.inputs() + t.outputs()}
+        return Binding(batch, s_q, topk, t.q.device, spans, {**arguments, **shape})
+
+    def _pages(self, k_cache: torch.Tensor) -> dict[str, int]:
+        """Geometry of the pool. Strides of a single page, or of one-token pages, are what they would be."""
+        pages, page_size = int(k_cache.shape[0]), int(k_cache.shape[1])
+        page_stride_bytes, row_stride_bytes = (stride * k_cache.element_size() for stride in k_cache.stride()[:2])
+        return {
+            "pages": pages,
+            "page_size": page_size,
+            "pool_tokens": pages * page_size,
+            "page_stride_bytes": page_stride_bytes if pages > 1 else self._format.page_bytes(page_size),
+            "row_stride_bytes": row_stride_bytes if page_size > 1 else self._format.io_stride_bytes,
+        }
+
+
+class SparseDecodePlan:
+    """How calls of one shape run on one device: kernels, partition and workspace; never length values.
+
+    Made by `Kernels.plan_sparse_decode`. The workspace's address never changes, so a captured CUDA graph may hold it;
+    the plan must then outlive the graph. A plan belongs to the stream of its first launch, since its workspace cannot
+    serve two calls at once: a launch on another stream is an error until `rebind()`.
+    """
+
+    def __init__(
+        self,
+        spec: DeploymentSpec,
+        driver: Driver,
+        shape: tuple[int, int, int],
+        partition: DecodePartition,
+        main: LoadedKernel,
+        combine: LoadedKernel | None,
+        workspace: torch.Tensor | None,
+        debug_sync: bool,
+    ) -> None:
+        self.spec = spec
+        self.batch, self.s_q, self.topk = shape
+        self.partition = partition
+        self.device = driver.torch_device(main.ordinal)
+        self._driver, self._main, self._combine, self._debug_sync = driver, main, combine, debug_sync
+        self.workspace = _checked_workspace(workspace, partition.workspace_bytes, self.device)
+        base = self.workspace.data_ptr() if self.workspace is not None else 0
+        self._arguments: dict[str, Number] = {
+            "num_splits": partition.num_splits,
+            "head_groups": partition.head_groups,
+            "group_heads": partition.group_heads,
+            "lse_accum": base,
+            "o_accum": base + partition.o_accum_offset_bytes if base else 0,
+        }
+        self._blocks = [ArgumentBlock(kernel.plan) for kernel in (main, combine) if kernel is not None]
+        self._launches: list[KernelLaunch] = []
+        self._stream: int | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def num_splits(self) -> int:
+        """Splits of each index row; 1 needs neither workspace nor combine."""
+        return self.partition.num_splits
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of device memory that the plan holds between launches."""
+        return self.partition.workspace_bytes
+
+    @property
+    def stream(self) -> int | None:
+        """Raw handle of the stream that the plan belongs to, None before its first launch."""
+        return self._stream
+
+    def rebind(self) -> None:
+        """Let the next launch choose the stream anew; the caller vouches that work on the old one is done."""
+        with self._lock:
+            self._stream = None
+
+    def require_shape(self, binding: Binding) -> None:
+        """Refuse a call of another shape or device than the plan's."""
+        for name, planned, found in (
+            ("batch", self.batch, binding.batch),
+            ("s_q", self.s_q, binding.s_q),
+            ("topk", self.topk, binding.topk),
+            ("device", self.device, binding.device),
+        ):
+            if planned != found:
+                raise GuardError(
+                    f"[T-09] plan: made for {name} {planned}, the tensors have {name} {found}: make a plan for them "
+                    "with "
+                    "plan_sparse_decode"
+                )
+
+    def launch(self, arguments: Mapping[str, Number], stream: int) -> None:
+        """Launch the op's kernels; `arguments` hold what the plan does not know."""
+        # One lock for both kernels: a second thread's main kernel must not come between them.
+        with self._lock:
+            if stream != self._stream:
+                self._bind(stream)
+            values = {**self._arguments, **arguments}
+            for launch in self._launches:
+                launch(values)
+
+    def _bind(self, stream: int) -> None:
+        if self._stream is not None:
+            raise GuardError(
+                f"[T-10] plan: belongs to stream {self._stream:#x}, the current stream is {stream:#x}: make a plan for "
+                "each "
+                "stream (and for each captured graph), or call plan.rebind() once the other stream's work is done"
+            )
+        kernels = [kernel for kernel in (self._main, self._combine) if kernel is not None]
+        grids = (self.partition.main_ctas, self.partition.combine_ctas)
+        self._launches = [
+            KernelLaunch(self._driver, OP, kernel, grid, stream, block, self._debug_sync)
+            for kernel, grid, block in zip(kernels, grids, self._blocks, strict=False)
+        ]
+        if self.workspace is not None:
+            self._driver.keep_for_stream(self._main.ordinal, self.workspace)
+        self._stream = stream
+
+
+def make_outputs(t: DecodeTensors, d_v: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) as given, or new: out bf16 [b, s_q, h, d_v], lse fp32 [b, h, s_q] as a view of [b, s_q, h]."""
+    batch, s_q, heads = t.q.shape[:3]
+    out, lse = t.out, t.lse
+    if out is None:
+        out = torch.empty((batch, s_q, heads, d_v), dtype=torch.bfloat16, device=t.q.device)
+    if lse is None:
+        lse = torch.empty((batch, s_q, heads), dtype=torch.float32, device=t.q.device).transpose(1, 2)
+    return out, lse
+
+
+def call_arguments(t: DecodeTensors, out: torch.Tensor, lse: torch.Tensor, softmax_scale: float) -> dict[str, Number]:
+    """The arguments that change from call to call: addresses and the scale."""
+    return {
+        "q": t.q.data_ptr(),
+        "kv": t.k_cache.data_ptr(),
+        "indices": t.indices.data_ptr(),
+        "topk_length": 0 if t.topk_length is None else t.topk_length.data_ptr(),
+        "attn_sink": 0 if t.attn_sink is None else t.attn_sink.data_ptr(),
+        "out": out.data_ptr(),
+        "lse": lse.data_ptr(),
+        "scale_log2": softmax_scale * _LOG2_E,
+    }
+
+
+def spec_arguments(spec: DeploymentSpec) -> dict[str, Number]:
+    """The arguments that a spec fixes: the lse's base and its value for a row without tokens."""
+    return {
+        "lse_unit": 1.0 if spec.lse.base == 2 else math.log(2.0),
+        "empty_lse": math.inf if spec.lse.empty == "+inf" else -math.inf,
+    }
+
+
+def require_scale(softmax_scale: object) -> float:
+    """The scale as a float; GuardError for what is no finite fp32 number."""
+    if not isinstance(softmax_scale, int | float) or isinstance(softmax_scale, bool):
+        raise GuardError(f"[SD-20] softmax_scale: expected a number, found {type(softmax_scale).__name__}")
+    if not math.isfinite(softmax_scale) or abs(softmax_scale) * _LOG2_E > _FP32_MAX:
+        raise GuardError(
+            f"[SD-20] softmax_scale: {softmax_scale} is no finite fp32 number: leave it out for the model's"
+        )
+    return float(softmax_scale)
+
+
+def check_index_values(t: DecodeTensors) -> None:
+    """Refuse lengths outside 0 .. topk, and live ids at or past the pool. Waits for the device.
+
+    Negative ids are padding, and columns at or past topk_length are never read, so both may hold anything.
+    """
+    topk = int(t.indices.shape[2])
+    live = torch.ones_like(t.indices, dtype=torch.bool)
+    if t.topk_length is not None:
+        bad = (t.topk_length < 0) | (t.topk_length > topk)
+        if bool(bad.any()):
+            place = tuple(bad.nonzero()[0].tolist())
+            raise GuardError(
+                f"[SD-21] topk_length{list(place)} = {int(t.topk_length[place])}: the index rows have {topk} columns, "
+                "so "
+                f"lengths are 0..{topk} ({int(bad.sum())} outside)"
+            )
+        lengths = t.topk_length.reshape(t.indices.shape[0], -1, 1)
+        live = torch.arange(topk, device=t.indices.device) < lengths
+    pool_tokens = int(t.k_cache.shape[0] * t.k_cache.shape[1])
+    bad = (t.indices >= pool_tokens) & live
+    if bool(bad.any()):
+        place = tuple(bad.nonzero()[0].tolist())
+        raise GuardError(
+            f"[SD-22] indices{list(place)} = {int(t.indices[place])}: k_cache holds {pool_tokens} tokens, so ids are "
+            "below "
+            f"{pool_tokens}, or negative for padding ({int(bad.sum())} past it)"
+        )
+
+
+def _require_optional(t: DecodeTensors, batch: int, s_q: int, heads: int, d_v: int) -> None:
+    if t.topk_length is not None:
+        per_token = t.topk_length.dim() == 2
+        shape, layout = ((batch, s_q), "[batch, s_q]") if per_token else ((batch,), "[batch] (or [batch, s_q])")
+        require(TensorRule("topk_length", ("int32",), layout, shape, last_dim_contiguous=False), t.topk_length)
+    if t.attn_sink is not None:
+        require(TensorRule("attn_sink", ("float32",), "[heads]", (heads,)), t.attn_sink)
+    if t.out is not None:
+        require(TensorRule("out", ("bfloat16",), "[batch, s_q, heads, d_v]", (batch, s_q, heads, d_v)), t.out)
+        require_separate_elements("out", t.out)
+    if t.lse is not None:
+        rule = TensorRule("lse", ("float32",), "[batch, heads, s_q]", (batch, heads, s_q), last_dim_contiguous=False)
+        require(rule, t.lse)
+        require_separate_elements("lse", t.lse)
+
+
+def _input_strides(t: DecodeTensors) -> dict[str, int]:
+    q, indices = free_strides(t.q), free_strides(t.indices)
+    length = (0, 0) if t.topk_length is None else (*free_strides(t.topk_length), 0)[:2]
+    return {
+        "q_stride_b": q[0],
+        "q_stride_s": q[1],
+        "q_stride_h": q[2],
+        "indices_stride_b": indices[0],
+        "indices_stride_s": indices[1],
+        "length_stride_b": length[0],
+        "length_stride_s": length[1],
+    }
+
+
+def _output_strides(t: DecodeTensors, batch: int, s_q: int, heads: int, d_v: int) -> dict[str, int]:
+    out = (s_q * heads * d_v, heads * d_v, d_v) if t.out is None else free_strides(t.out)
+    lse = (s_q * heads, 1, heads) if t.lse is None else free_strides(t.lse)
+    return {
+        "out_stride_b": out[0],
+        "out_stride_s": out[1],
+        "out_stride_h": out[2],
+        "lse_stride_b": lse[0],
+        "lse_stride_h": lse[1],
+        "lse_stride_s": lse[2],
+    }
+
+
+def _checked_workspace(workspace: torch.Tensor | None, needed_bytes: int, device: torch.device) -> torch.Tensor | None:
+    """The caller's workspace, or a new one; None when none is needed."""
+    if workspace is None:
+        return torch.empty(needed_bytes, dtype=torch.uint8, device=device) if needed_bytes else None
+    require_plain("workspace", workspace)
+    require_device("workspace", workspace, device, "the plan")
+    rule = TensorRule("workspace", ("uint8",), "[bytes]", (None,))
+    require(rule, workspace)
+    if workspace.numel() < needed_bytes or workspace.data_ptr() % WORKSPACE_ALIGNMENT_BYTES:
+        raise GuardError(
+            f"[SD-23] workspace: {workspace.numel()} B of {dtype_name(workspace)} at {workspace.data_ptr():#x}, the "
+            "plan needs "
+            f"{needed_bytes} B at a multiple of {WORKSPACE_ALIGNMENT_BYTES} B: sparse_decode_workspace_bytes() tells "
+            "the size"
+        )
+    return workspace if needed_bytes else None

@@ -1,0 +1,134 @@
+"""What an op asks of its tensors. Every refusal names the tensor, what was found, what is expected and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dsagen.errors import GuardError
+
+_EXACT_TYPES = (torch.Tensor, torch.nn.Parameter)
+
+
+@dataclass(frozen=True)
+class TensorRule:
+    """Expected dtypes (torch names) and shape of a tensor; `layout` describes the dims for messages.
+
+    A dim of None is any size. `last_dim_contiguous` asks for stride 1 in the last dim.
+    """
+
+    name: str
+    dtypes: tuple[str, ...]
+    layout: str
+    shape: tuple[int | None, ...]
+    last_dim_contiguous: bool = True
+
+
+def require_plain(name: str, tensor: object) -> None:
+    """Refuse what is no plain torch tensor: other types, tensor subclasses, FakeTensors, tensors that require grad."""
+    if type(tensor) not in _EXACT_TYPES:
+        if not isinstance(tensor, torch.Tensor):
+            raise GuardError(f"[T-01] {name}: expected a torch.Tensor, found {type(tensor).__name__}")
+        raise GuardError(
+            f"[T-01] {name}: {type(tensor).__name__} is a tensor subclass, whose memory may not be what its shape "
+            "says: pass "
+            "a plain torch.Tensor"
+        )
+    assert isinstance(tensor, torch.Tensor)
+    if tensor.requires_grad:
+        raise GuardError(
+            f"[T-02] {name}: requires grad, and the op has no backward: call it under torch.no_grad() with "
+            f"{name}.detach()"
+        )
+
+
+def require_device(name: str, tensor: torch.Tensor, expected: torch.device, expected_from: str) -> None:
+    """Refuse a tensor on another device."""
+    if tensor.device != expected:
+        raise GuardError(
+            f"[T-03] {name}: on {tensor.device}, {expected_from} is on {expected}: move it with "
+            f"{name}.to({str(expected)!r})"
+        )
+
+
+def require(rule: TensorRule, tensor: torch.Tensor) -> None:
+    """Refuse a tensor of another dtype, rank, shape or innermost stride."""
+    dtype = dtype_name(tensor)
+    if dtype not in rule.dtypes:
+        raise GuardError(f"[T-04] {rule.name}: dtype {dtype}, expected {' or '.join(rule.dtypes)}")
+    shape = tuple(tensor.shape)
+    if len(shape) != len(rule.shape):
+        raise GuardError(
+            f"[T-05] {rule.name}: {len(shape)} dims {shape}, expected {len(rule.shape)}: {expected_shape(rule)}"
+        )
+    if any(want is not None and want != got for want, got in zip(rule.shape, shape, strict=True)):
+        raise GuardError(f"[T-06] {rule.name}: shape {shape}, expected {expected_shape(rule)}")
+    if rule.last_dim_contiguous and shape and shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise GuardError(
+            f"[T-07] {rule.name}: last dim has stride {tensor.stride(-1)}, expected 1: pass {rule.name}.contiguous()"
+        )
+
+
+def expected_shape(rule: TensorRule) -> str:
+    """The shape that a rule asks for, such as `[batch, s_q, heads, d_qk] = (*, *, 16, 576)`."""
+    sizes = ", ".join("*" if size is None else str(size) for size in rule.shape)
+    return f"{rule.layout} = ({sizes}{',' if len(rule.shape) == 1 else ''})"
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """Torch's name of a dtype, without its prefix."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def free_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Strides in elements, 0 for dims of size 1: their stride never moves anything, and torch lets it be any number."""
+    return tuple(stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def require_separate_elements(name: str, tensor: torch.Tensor) -> None:
+    """Refuse an output whose elements share memory, such as an expanded tensor."""
+    reach = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size <= 1:
+            continue
+        if stride < reach:
+            raise GuardError(
+                f"[T-08] {name}: strides {tensor.stride()} of shape {tuple(tensor.shape)} let elements share memory: "
+                "pass an "
+                "output in which each element has its own"
+            )
+        reach = stride * (size - 1) + reach
+
+
+def span_bytes(tensor: torch.Tensor) -> int:
+    """Bytes from a tensor's first element to the end of the last one that its strides reach."""
+    if tensor.numel() == 0:
+        return 0
+    steps = sum(stride * (size - 1) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (steps + 1) * tensor.element_size()
+
+
+def require_no_overlap(
+    outputs: Sequence[tuple[str, torch.Tensor]],
+    inputs: Sequence[tuple[str, torch.Tensor]],
+    spans: Mapping[str, int],
+) -> None:
+    """Refuse an output whose memory range meets another tensor's: a CTA writes it while others still read.
+
+    `spans` gives each tensor's `span_bytes` by name.
+    """
+    ranges = [(name, first := tensor.data_ptr(), first + spans[name]) for name, tensor in (*outputs, *inputs)]
+    for index, (name, first, last) in enumerate(ranges[: len(outputs)]):
+        for other, other_first, other_last in ranges[index + 1 :]:
+            if first < other_last and other_first < last:
+                raise GuardError(f"[T-08] {name}: its memory overlaps that of {other}: pass an output of its own")
+
+
+def signature(tensor: torch.Tensor | None) -> tuple[Any, ...] | None:
+    """All that the checks of a plain tensor read, except memory ranges: equal signatures pass or fail alike."""
+    if tensor is None:
+        return None
+    return (tensor.dtype, tensor.device, tensor.shape, tensor.stride(), tensor.data_ptr() & 15)

@@ -1,0 +1,104 @@
+"""A driver of CPU "devices" that records launches, so that the runtime's whole path runs without a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, field
+
+import torch
+
+from dsagen.runtime.driver import DeviceFacts, DriverError, KernelAttributes, LaunchConfig
+
+H200 = DeviceFacts("fake H200", (9, 0), 132, 227 * 1024)
+
+
+@dataclass
+class Record:
+    """One launch: kernel symbol, configuration and the argument block's bytes at that moment."""
+
+    symbol: str
+    config: LaunchConfig
+    block: bytes
+
+
+@dataclass
+class FakeDriver:
+    """One device, the CPU. Tests set the fields to play a device, a stream or a failure."""
+
+    device: DeviceFacts = H200
+    stream: int = 0
+    capturing: bool = False
+    attributes_of: KernelAttributes = KernelAttributes(128, 0, 0, 1024)
+    load_error: str = ""
+    launch_error: str = ""
+    sync_error: str = ""
+    launches: list[Record] = field(default_factory=list)
+    loads: list[str] = field(default_factory=list)
+    smem_opt_ins: dict[str, int] = field(default_factory=dict)
+    syncs: int = 0
+    kept: list[torch.Tensor] = field(default_factory=list)
+    block_bytes: dict[str, int] = field(default_factory=dict)
+
+    def device_count(self) -> int:
+        return 1
+
+    def current_device(self) -> int:
+        return 0
+
+    def facts(self, ordinal: int) -> DeviceFacts:
+        return self.device
+
+    def ordinal(self, device: torch.device) -> int | None:
+        return 0 if device.type == "cpu" else None
+
+    def torch_device(self, ordinal: int) -> torch.device:
+        return torch.device("cpu")
+
+    def load_kernel(self, ordinal: int, cubin: bytes, symbol: str) -> str:
+        if self.load_error:
+            raise DriverError("cuLibraryGetKernel", self.load_error, "refused")
+        self.loads.append(symbol)
+        self.block_bytes[symbol] = int(cubin)
+        return symbol
+
+    def attributes(self, ordinal: int, kernel: str) -> KernelAttributes:
+        return self.attributes_of
+
+    def allow_dynamic_smem(self, ordinal: int, kernel: str, smem_bytes: int) -> None:
+        self.smem_opt_ins[kernel] = smem_bytes
+
+    def current_stream(self, ordinal: int) -> int:
+        return self.stream
+
+    def is_capturing(self, ordinal: int) -> bool:
+        return self.capturing
+
+    def make_launch(self, ordinal: int, kernel: str, config: LaunchConfig, params: int):
+        def run() -> None:
+            if self.launch_error:
+                raise DriverError("cuLaunchKernelEx", self.launch_error, "refused")
+            address = ctypes.c_void_p.from_address(params).value
+            self.launches.append(Record(kernel, config, ctypes.string_at(address, self.block_bytes[kernel])))
+
+        return run
+
+    def synchronize(self, ordinal: int, stream: int) -> None:
+        self.syncs += 1
+        if self.sync_error:
+            raise DriverError("cuStreamSynchronize", self.sync_error, "an illegal memory access was encountered")
+
+    def keep_for_stream(self, ordinal: int, tensor: torch.Tensor) -> None:
+        self.kept.append(tensor)
+
+
+def fake_cubins(plans):
+    """A "cubin" per plan: the size of its argument block, which is all that the fake needs."""
+    return {plan.slug: str(plan.params_bytes).encode() for plan in plans}
+
+
+def unpack(block: bytes, plan) -> dict[str, object]:
+    """A recorded block by the plan's own table, field by field."""
+    types = {"pointer": ctypes.c_uint64, "u64": ctypes.c_uint64, "i64": ctypes.c_int64, "u32": ctypes.c_uint32,
+             "i32": ctypes.c_int32, "f32": ctypes.c_float}  # fmt: skip
+    assert len(block) == plan.params_bytes
+    return {f.name: types[f.ctype].from_buffer_copy(block, f.offset_bytes).value for f in plan.params}
