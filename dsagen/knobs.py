@@ -186,7 +186,7 @@ ARCH_LIST: Knob[tuple[str, ...]] = Knob(
     "DSAGEN_ARCH_LIST",
     "arch list",
     (),
-    "Architectures to build for, in place of those that the spec lists, for example 'sm_90a,sm_100a'.",
+    "Architectures to build for, among those that the spec lists, for example 'sm_90a,sm_100a'.",
     _parse_arch_list,
 )
 NO_JIT: Knob[bool] = Knob(

@@ -137,7 +137,8 @@ def _capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # The same stream as before: what a call has set up may be tied to the stream that it ran on.
+    with torch.cuda.graph(graph, stream=side):
         for call in calls:
             call()
     return graph

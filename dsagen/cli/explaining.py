@@ -10,6 +10,7 @@ import click
 from dsagen.cli.drawing import plan_lines
 from dsagen.cli.selection import Selection, arch_option, describe_spec, json_option, select
 from dsagen.cli.table import echo_json, echo_lines
+from dsagen.errors import SpecError
 
 if TYPE_CHECKING:
     from dsagen.guard import Guard
@@ -19,13 +20,32 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("spec", metavar="SPEC")
 @arch_option
+@click.option("--batch", type=click.IntRange(min=1), help="Explain a call of this many requests instead.")
+@click.option("--s-q", type=click.IntRange(min=1), default=1, show_default=True, help="Query tokens of a request.")
+@click.option("--topk", type=click.IntRange(min=1), help="Columns of an index row.  [default: the spec's capacity]")
+@click.option("--sms", type=click.IntRange(min=1), help="Multiprocessors.  [default: those of a device measured]")
 @json_option
-def explain(spec: str, archs: tuple[str, ...], as_json: bool) -> None:
+def explain(
+    spec: str,
+    archs: tuple[str, ...],
+    batch: int | None,
+    s_q: int,
+    topk: int | None,
+    sms: int | None,
+    as_json: bool,
+) -> None:
     """Show what each kernel of SPEC is: axes, launch, shared memory, arguments and every guard.
 
-    Needs neither a GPU nor a toolkit.
+    With --batch, show which kernel a call of that shape takes, and how it is split, instead. Needs neither a GPU nor a
+    toolkit.
     """
     (selection,) = select([spec], archs)
+    if batch is not None:
+        if as_json:
+            raise SpecError("explain --batch prints text only: leave out --json, or leave out --batch for the plans")
+        selection.matrix.require_complete()
+        echo_lines(_call_lines(selection, batch, s_q, topk or selection.spec.topk, sms))
+        return
     if as_json:
         echo_json(_selection_json(selection))
         return
@@ -35,6 +55,30 @@ def explain(spec: str, archs: tuple[str, ...], as_json: bool) -> None:
     for plan in selection.matrix.plans():
         lines += ["", *plan_lines(plan, _launch_guards(plan), _registers(plan))]
     echo_lines(lines)
+
+
+def _call_lines(selection: Selection, batch: int, s_q: int, topk: int, sms: int | None) -> list[str]:
+    """Choice and partition of a sparse-decode call on each arch."""
+    from dsagen.arch import arch
+    from dsagen.families.sparse_decode.choice import candidates, explain_choice
+    from dsagen.families.sparse_decode.op import DecodeShape
+
+    spec = selection.spec
+    shape = DecodeShape(batch, s_q, spec.heads, topk)
+    lines: list[str] = []
+    for name in dict.fromkeys(cell.arch for cell in selection.matrix.cells):
+        measured = next(iter(arch(name).figures), None)
+        if sms is None and measured is None:
+            lines.append(f"{name}: no device of this arch was measured: give its multiprocessors with --sms")
+            continue
+        count = sms or (measured.sm_count if measured else 0)
+        plans = [
+            plan for plan in selection.matrix.plans() if (plan.variant.arch, plan.variant.kernel) == (name, "main")
+        ]
+        judged = candidates(plans, shape, spec.topk, count, spec.determinism)
+        device = f"{measured.device}, " if measured is not None and sms is None else ""
+        lines += [f"{spec.name} on {name} ({device}{count} multiprocessors)", explain_choice(judged, shape)]
+    return lines
 
 
 def _launch_guards(plan: KernelPlan) -> Sequence[Guard]:

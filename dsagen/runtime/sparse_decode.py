@@ -183,6 +183,11 @@ class SparseDecodePlan:
         self._lock = threading.Lock()
 
     @property
+    def main_slug(self) -> str:
+        """Slug of the main kernel that the plan launches."""
+        return self._main.plan.slug
+
+    @property
     def num_splits(self) -> int:
         """Splits of each index row; 1 needs neither workspace nor combine."""
         return self.partition.num_splits
