@@ -1,5 +1,6 @@
 """The timing protocol on a scripted device: what runs when, what is timed, what the figures mean."""
 
+import functools
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +19,7 @@ class ScriptedDevice:
         self.replays = 0
         self.log = []
         self.capturing = False
+        self.streams = []
 
     def install(self, monkeypatch):
         device = self
@@ -47,24 +49,27 @@ class ScriptedDevice:
                 device.log.append("reset")
 
         class Capture:
-            def __init__(self, graph):
+            def __init__(self, graph, stream):
                 assert isinstance(graph, CUDAGraph)
+                self.stream = stream
 
             def __enter__(self):
                 device.capturing = True
+                device.streams.append(self.stream)
 
             def __exit__(self, *exc):
                 device.capturing = False
+                device.streams.pop()
 
         class Stream:
             def wait_stream(self, other):
                 pass
 
             def __enter__(self):
-                return self
+                device.streams.append(self)
 
             def __exit__(self, *exc):
-                pass
+                device.streams.pop()
 
         for name, value in {
             "is_available": lambda: True,
@@ -107,9 +112,14 @@ def test_summary_is_per_call_with_spread_of_the_replays():
 
 def test_graph_time_warms_each_call_then_captures_each_once(monkeypatch):
     device = ScriptedDevice(lambda replay: 2.0).install(monkeypatch)
-    seen = []
-    calls = [lambda index=index: seen.append((index, device.capturing)) for index in range(3)]
-    result = timing.graph_time_us(calls)
+    seen, streams = [], set()
+
+    def call(index):
+        seen.append((index, device.capturing))
+        streams.add(device.streams[-1])
+
+    result = timing.graph_time_us([functools.partial(call, index) for index in range(3)])
+    assert len(streams) == 1
     assert seen == [(0, False), (1, False), (2, False), (0, True), (1, True), (2, True)]
     assert result.median_us == pytest.approx(2000.0 / 3)
     assert result.spread == 0.0
