@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,14 +32,15 @@ from dsagen.runtime.tensors import (
 from dsagen.spec import DeploymentSpec
 
 OP = "sparse_decode"
+_REQUIRED = frozenset({"q", "k_cache", "indices"})
+_OUTPUTS = frozenset({"out", "lse"})
 _LOG2_E = 1.4426950408889634
 _FP32_MAX = 3.4028234663852886e38
 # Signatures remembered; a serving process has a handful.
 _MAX_BINDINGS = 256
 
 
-@dataclass(frozen=True)
-class DecodeTensors:
+class DecodeTensors(NamedTuple):
     """The tensors of one call; optional ones may be None."""
 
     q: torch.Tensor
@@ -49,15 +51,10 @@ class DecodeTensors:
     out: torch.Tensor | None = None
     lse: torch.Tensor | None = None
 
-    def inputs(self) -> list[tuple[str, torch.Tensor]]:
-        """Inputs that are given, by name; q, k_cache and indices always."""
-        optional = [("topk_length", self.topk_length), ("attn_sink", self.attn_sink)]
-        always = [("q", self.q), ("k_cache", self.k_cache), ("indices", self.indices)]
-        return always + [(name, tensor) for name, tensor in optional if tensor is not None]
-
-    def outputs(self) -> list[tuple[str, torch.Tensor]]:
-        """Outputs that are given, by name."""
-        return [(name, tensor) for name, tensor in (("out", self.out), ("lse", self.lse)) if tensor is not None]
+    def given(self) -> list[tuple[str, Any]]:
+        """Name and tensor of those that the call brings; q, k_cache and indices always."""
+        pairs = zip(self._fields, self, strict=True)
+        return [(name, tensor) for name, tensor in pairs if tensor is not None or name in _REQUIRED]
 
 
 @dataclass(frozen=True)
@@ -84,24 +81,24 @@ class DecodeBinder:
 
     def bind(self, tensors: DecodeTensors) -> Binding:
         """The binding of these tensors; GuardError for the first that is not as the op needs it."""
-        inputs, outputs = tensors.inputs(), tensors.outputs()
-        for name, tensor in inputs + outputs:
+        given = tensors.given()
+        for name, tensor in given:
             require_plain(name, tensor)
-        key = tuple([signature(tensor) for tensor in vars(tensors).values()])
+        key = tuple([signature(tensor) for tensor in tensors])
         found = self._bindings.get(key)
         if found is None:
             found = self._check(tensors)
             if len(self._bindings) >= _MAX_BINDINGS:
                 self._bindings.clear()
             self._bindings[key] = found
-        if outputs:
-            require_no_overlap(outputs, inputs, found.span_bytes)
+        if tensors.out is not None or tensors.lse is not None:
+            require_no_overlap(_OUTPUTS, given, found.span_bytes)
         return found
 
     def _check(self, t: DecodeTensors) -> Binding:
         if self._driver.ordinal(t.q.device) is None:
             raise GuardError(f"[T-03] q: on {t.q.device}, expected a CUDA device: move it with q.to('cuda')")
-        for name, tensor in t.inputs() + t.outputs():
+        for name, tensor in t.given():
             require_device(name, tensor, t.q.device, "q")
         spec, fmt, cache = self._spec, self._format, self._format.cache_tensor()
         require(TensorRule("q", ("bfloat16",), "[batch, s_q, heads, d_qk]", (None, None, None, fmt.d_qk)), t.q)
@@ -128,7 +125,7 @@ class DecodeBinder:
         check(TENSOR_GUARDS, values)
         multiplier, shift = page_divisor(arguments["page_size"])
         shape = {"s_q": s_q, "heads": heads, "topk": topk, "page_multiplier": multiplier, "page_shift": shift}
-        spans = {name: span_bytes(tensor) for name, tensor in t.inputs() + t.outputs()}
+        spans = {name: span_bytes(tensor) for name, tensor in t.given()}
         return Binding(batch, s_q, topk, t.q.device, spans, {**arguments, **shape})
 
     def _pages(self, k_cache: torch.Tensor) -> dict[str, int]:

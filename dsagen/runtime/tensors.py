@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +58,9 @@ def require(rule: TensorRule, tensor: torch.Tensor) -> None:
     """Refuse a tensor of another dtype, rank, shape or innermost stride."""
     dtype = dtype_name(tensor)
     if dtype not in rule.dtypes:
-        raise GuardError(f"[T-04] {rule.name}: dtype {dtype}, expected {' or '.join(rule.dtypes)}")
+        raise GuardError(
+            f"[T-04] {rule.name}: dtype {dtype}, expected {' or '.join(rule.dtypes)} for {rule.layout}: pass it as such"
+        )
     shape = tuple(tensor.shape)
     if len(shape) != len(rule.shape):
         raise GuardError(
@@ -112,18 +114,18 @@ def span_bytes(tensor: torch.Tensor) -> int:
 
 
 def require_no_overlap(
-    outputs: Sequence[tuple[str, torch.Tensor]],
-    inputs: Sequence[tuple[str, torch.Tensor]],
-    spans: Mapping[str, int],
+    outputs: Collection[str], tensors: Sequence[tuple[str, torch.Tensor]], spans: Mapping[str, int]
 ) -> None:
     """Refuse an output whose memory range meets another tensor's: a CTA writes it while others still read.
 
-    `spans` gives each tensor's `span_bytes` by name.
+    `outputs` names those of `tensors` that are written, `spans` gives each tensor's `span_bytes` by name.
     """
-    ranges = [(name, first := tensor.data_ptr(), first + spans[name]) for name, tensor in (*outputs, *inputs)]
-    for index, (name, first, last) in enumerate(ranges[: len(outputs)]):
-        for other, other_first, other_last in ranges[index + 1 :]:
-            if first < other_last and other_first < last:
+    ranges = [(name, first := tensor.data_ptr(), first + spans[name]) for name, tensor in tensors]
+    for name, first, last in ranges:
+        if name not in outputs:
+            continue
+        for other, other_first, other_last in ranges:
+            if first < other_last and other_first < last and other != name:
                 raise GuardError(f"[T-08] {name}: its memory overlaps that of {other}: pass an output of its own")
 
 

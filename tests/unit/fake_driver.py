@@ -9,6 +9,7 @@ import torch
 
 from dsagen.runtime.driver import DeviceFacts, DriverError, KernelAttributes, LaunchConfig
 
+GOOD = KernelAttributes(registers=60, local_bytes=0, static_smem_bytes=0, max_threads=1024)
 H200 = DeviceFacts("fake H200", (9, 0), 132, 227 * 1024)
 
 
@@ -28,7 +29,7 @@ class FakeDriver:
     device: DeviceFacts = H200
     stream: int = 0
     capturing: bool = False
-    attributes_of: KernelAttributes = KernelAttributes(128, 0, 0, 1024)
+    attributes_of: KernelAttributes = GOOD
     load_error: str = ""
     launch_error: str = ""
     sync_error: str = ""

@@ -70,6 +70,7 @@ def explain_choice(judged: Sequence[Candidate], shape: DecodeShape) -> str:
     for candidate in judged:
         lines.append(f"  {candidate.plan.slug}: {'refused' if candidate.refusals else 'fits'}")
         lines += [f"    {_guard_row(guard, candidate)}" for guard in SHAPE_GUARDS]
+    lines += ["checked on the tensors of each call:", *(f"  [{g.guard_id}] {g.expression}" for g in TENSOR_GUARDS)]
     chosen = next((candidate for candidate in judged if not candidate.refusals), None)
     if chosen is None:
         return "\n".join([*lines, "chosen: none"])
