@@ -1,0 +1,111 @@
+"""What can be proven of a spec without a device: everything renders, and the reference means what it should."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from dsagen.check.cache import allocate_cache, natural_rule, quantise_rows, write_tokens
+from dsagen.check.report import CaseResult
+from dsagen.errors import DsagenError
+from dsagen.families.sparse_decode.reference import combine_reference, read_tokens, sparse_decode_reference
+from dsagen.kv_format import KvFormat
+from dsagen.matrix import expand
+from dsagen.render import render
+from dsagen.spec import DeploymentSpec
+
+_PAGE_SIZE, _PAGES = 5, 4
+
+
+def host_proofs(spec: DeploymentSpec, seed: int) -> tuple[CaseResult, ...]:
+    """Run every proof; a result's `problem` says what does not hold."""
+    proofs: tuple[tuple[str, Callable[[DeploymentSpec, int], str]], ...] = (
+        ("host.every cell renders", _renders),
+        ("host.bytes follow the format record", _bytes_agree),
+        ("host.splits merge to the whole", _splits_merge),
+    )
+    return tuple(_run(name, proof, spec, seed) for name, proof in proofs)
+
+
+def _run(name: str, proof: Callable[[DeploymentSpec, int], str], spec: DeploymentSpec, seed: int) -> CaseResult:
+    start = time.perf_counter()
+    try:
+        problem = proof(spec, seed)
+    except DsagenError as error:
+        problem = str(error)
+    return CaseResult(name, "failed" if problem else "passed", time.perf_counter() - start, problem=problem)
+
+
+def _renders(spec: DeploymentSpec, _: int) -> str:
+    matrix = expand(spec)
+    matrix.require_complete()
+    for plan in matrix.plans():
+        unit = render(plan)
+        if unit.symbol not in unit.text:
+            return f"{unit.slug}: the text does not define {unit.symbol}"
+    return ""
+
+
+def _bytes_agree(spec: DeploymentSpec, seed: int) -> str:
+    """Tokens read through torch against the record's scalar byte map, dim by dim."""
+    record = spec.kv_format
+    caches, tokens = _small_cache(record, seed)
+    rows = read_tokens(record, caches, torch.arange(tokens))
+    images = {name: _storage(cache) for name, cache in caches.items()}
+    strides = {name: cache.view(torch.uint8).stride(0) for name, cache in caches.items()}
+    for token in range(tokens):
+        for dim in range(0, record.d_qk, 7):
+            value = _scalar(record, images, strides, token, dim)
+            if value != rows[token, dim].item():
+                return f"token {token}, dim {dim}: {rows[token, dim].item()} read, {value} by the byte map"
+    return ""
+
+
+def _splits_merge(spec: DeploymentSpec, seed: int) -> str:
+    record, generator = spec.kv_format, torch.Generator().manual_seed(seed)
+    caches, tokens = _small_cache(record, seed)
+    q = torch.randn(2, 1, spec.heads, record.d_qk, generator=generator).bfloat16()
+    indices = torch.randint(-3, tokens, (2, 1, 24), generator=generator, dtype=torch.int32)
+    indices[0, 0, 8:16] = -1
+    sink = torch.randn(spec.heads, generator=generator)
+    whole = sparse_decode_reference(q, record, caches, indices, sm_scale=0.1, attn_sink=sink)
+    parts = [
+        sparse_decode_reference(q, record, caches, part, sm_scale=0.1, lse_base=2, empty_lse=-float("inf"))
+        for part in torch.split(indices, 8, 2)
+    ]
+    out, lse = combine_reference(
+        torch.stack([p.lse for p in parts], 1), torch.stack([p.out for p in parts], 1), attn_sink=sink
+    )
+    error = max(float((out - whole.out).abs().max()), float((lse - whole.lse).abs().max()))
+    return "" if error < 1e-10 else f"merged splits differ from the whole by {error:.3g}"
+
+
+def _small_cache(record: KvFormat, seed: int) -> tuple[dict[str, torch.Tensor], int]:
+    tokens = _PAGES * _PAGE_SIZE
+    x = torch.randn(tokens, record.d_qk, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    caches = allocate_cache(record, _PAGES, _PAGE_SIZE, "cpu", extra_bytes=16)
+    write_tokens(record, caches, torch.arange(tokens), quantise_rows(record, x, natural_rule(record)))
+    return caches, tokens
+
+
+def _storage(cache: torch.Tensor) -> bytes:
+    return bytes(torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage()).tolist())
+
+
+def _scalar(record: KvFormat, images: dict[str, bytes], strides: dict[str, int], token: int, dim: int) -> float:
+    """Code times scale in Python, with the record's own arithmetic."""
+    page, slot = divmod(token, _PAGE_SIZE)
+    segment = next(s for s in record.data_segments if s.first_dim <= dim < s.first_dim + s.count)
+    at = record.dim_address(page, slot, dim, _PAGE_SIZE, strides[segment.tensor])
+    size = max(1, at.element.bits // 8)
+    word = int.from_bytes(images[at.tensor][at.byte : at.byte + size], "little")
+    value = at.element.decode(word >> at.shift_bits & ((1 << at.element.bits) - 1))
+    group = record.scale_group(dim)
+    if group is None:
+        return value
+    scales = record.segment("scales")
+    byte = record.scale_byte(page, slot, group, _PAGE_SIZE, strides[scales.tensor])
+    size = scales.element.bits // 8
+    return value * scales.element.decode(int.from_bytes(images[scales.tensor][byte : byte + size], "little"))

@@ -1,0 +1,288 @@
+"""Inputs of a case, drawn on the device that runs it. Everything that no result may depend on is poison.
+
+Only tokens that some row selects are written; all others, page padding and the gaps of strided tensors hold NaN or huge
+values, and index columns at or past a length hold ids of such tokens or no ids at all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsagen.check.cache import allocate_cache, encode, natural_rule, quantise_rows, write_tokens
+from dsagen.check.cases import DecodeCase, Ids, Lengths, Values
+from dsagen.dtype import E4M3
+from dsagen.kv_format import KvFormat, ScaleKind
+
+_INVALID_SHARE = 0.15
+_WILD = (-1, -(2**31), -123456, 2147480000, 2**31 - 1)
+# Columns of one step of a ramp, and its height in log2 units.
+_RAMP_COLUMNS, _RAMP_LOG2 = 64, 32.0
+_SPARE_PAGES = 2
+
+
+@dataclass(frozen=True)
+class DecodeInputs:
+    """Arguments of one call: q bf16 [b, s_q, h, d_qk], caches by tensor name, indices int32 [b, s_q, topk]."""
+
+    record: KvFormat
+    q: Tensor
+    caches: Mapping[str, Tensor]
+    indices: Tensor
+    topk_length: Tensor | None
+    attn_sink: Tensor | None
+    sm_scale: float
+
+    def overwrite(self, other: DecodeInputs) -> None:
+        """Take over another set's contents in place; shapes must agree."""
+        pairs = [(self.q, other.q), (self.indices, other.indices)]
+        pairs += [(cache, other.caches[name]) for name, cache in self.caches.items()]
+        pairs += [
+            (mine, theirs)
+            for mine, theirs in ((self.topk_length, other.topk_length), (self.attn_sink, other.attn_sink))
+            if mine is not None and theirs is not None
+        ]
+        for mine, theirs in pairs:
+            mine.copy_(theirs)
+
+
+def make_inputs(
+    case: DecodeCase, record: KvFormat, heads: int, device: torch.device, generator: torch.Generator
+) -> DecodeInputs:
+    """Draw the inputs of a case; `generator` belongs to `device`."""
+    return _Draw(case, record, heads, device, generator).inputs()
+
+
+class _Draw:
+    def __init__(
+        self, case: DecodeCase, record: KvFormat, heads: int, device: torch.device, generator: torch.Generator
+    ) -> None:
+        self.case, self.record, self.heads, self.device, self.generator = case, record, heads, device, generator
+        self.sm_scale = record.d_qk**-0.55
+        self.request_pages = -(-case.kv_tokens // case.page_size)
+        self.pages = case.batch * self.request_pages + _SPARE_PAGES
+
+    # Random draws, all from the one generator.
+    def uniform(self, *shape: int) -> Tensor:
+        return torch.rand(shape, device=self.device, generator=self.generator)
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, device=self.device, generator=self.generator)
+
+    def queries(self) -> Tensor:
+        """bf16 from the start, since the largest cases would not fit twice."""
+        shape = (self.case.batch, self.case.s_q, self.heads, self.record.d_qk)
+        return torch.randn(shape, dtype=torch.bfloat16, device=self.device, generator=self.generator)
+
+    def integers(self, low: int, high: int, *shape: int) -> Tensor:
+        """int64 in low .. high - 1."""
+        return torch.randint(low, high, shape, device=self.device, generator=self.generator)
+
+    def inputs(self) -> DecodeInputs:
+        case, record = self.case, self.record
+        ids = self.ids()
+        lengths = self.lengths()
+        columns = torch.arange(case.topk, device=self.device)
+        live = columns < (case.topk if lengths is None else lengths.clamp(0, case.topk).view(case.batch, -1, 1))
+        live = live.expand(ids.shape)
+        ids = self.without_invalid(ids, live)
+        valid = live & (ids >= 0)
+        selected = torch.zeros(self.pages * case.page_size, dtype=torch.bool, device=self.device)
+        selected[ids[valid]] = True
+        tokens = selected.nonzero().flatten()
+        extra_bytes = record.cache_tensor().logical_stride_bytes if case.padded_pages else 0
+        caches = allocate_cache(record, self.pages, case.page_size, self.device, extra_bytes)
+        segments, q = self.contents(tokens, ids)
+        write_tokens(record, caches, tokens, segments)
+        indices = torch.where(valid, ids, self.invalid_ids(ids, live)).int()
+        sink = self.sink() if case.sink else None
+        return DecodeInputs(
+            record=record,
+            q=self.placed(q.bfloat16(), math.nan, 128),
+            caches=caches,
+            indices=self.placed(indices, 0, 128),
+            topk_length=None if lengths is None else self.placed_lengths(lengths.int()),
+            attn_sink=sink,
+            sm_scale=self.sm_scale,
+        )
+
+    # ---- which tokens -----------------------------------------------------------------------------------------------
+
+    def ids(self) -> Tensor:
+        """int64 [b, s_q, topk]: physical ids, distinct in a row, -1 where the request has no more tokens."""
+        case = self.case
+        rows = 1 if case.ids is Ids.SHARED else case.rows
+        request = torch.arange(rows, device=self.device) // case.s_q
+        tokens = torch.full((case.batch,), case.kv_tokens, device=self.device)
+        if case.varying:
+            tokens = self.integers(1, case.kv_tokens + 1, case.batch)
+        if case.empty_requests:
+            tokens = tokens.masked_fill(self.uniform(case.batch) < 0.5, 0)
+            tokens[0] = 0
+        width = min(case.topk, case.kv_tokens)
+        key = self.uniform(rows, case.kv_tokens)
+        key.masked_fill_(torch.arange(case.kv_tokens, device=self.device) >= tokens[request].unsqueeze(1), 2.0)
+        smallest = key.topk(width, 1, largest=False)
+        position = smallest.indices.masked_fill(smallest.values > 1.5, -1)
+        if case.ids is Ids.DUPLICATES:
+            position = position[:, :5].gather(1, self.integers(0, 5, rows, width))
+        position = torch.nn.functional.pad(position, (0, case.topk - width), value=-1)
+        position = position.gather(1, self.uniform(rows, case.topk).argsort(1))
+        page_table = torch.randperm(self.pages, device=self.device, generator=self.generator)
+        physical_page = page_table[request.unsqueeze(1) * self.request_pages + position.clamp(min=0) // case.page_size]
+        ids = physical_page * case.page_size + position.clamp(min=0) % case.page_size
+        ids = ids.masked_fill(position < 0, -1)
+        return ids.expand(case.rows, -1).view(case.batch, case.s_q, case.topk)
+
+    def lengths(self) -> Tensor | None:
+        """int64 [b] or [b, s_q], with 0, full and (in wild cases) out-of-range ones among them where there is room."""
+        case = self.case
+        if case.lengths is Lengths.NONE:
+            return None
+        shape = (case.batch,) if case.lengths is Lengths.PER_REQUEST else (case.batch, case.s_q)
+        lengths = self.integers(0, case.topk + 1, *shape).flatten()
+        special = [case.topk, 0, *((case.topk + 7, -3) if case.wild_ids else ())]
+        places = torch.randperm(lengths.numel(), device=self.device, generator=self.generator)
+        for place, value in zip(places[: max(0, lengths.numel() - 1)], special, strict=False):
+            lengths[place] = value
+        return lengths.view(shape)
+
+    def without_invalid(self, ids: Tensor, live: Tensor) -> Tensor:
+        """Ids with some live columns made invalid (-1) as the case asks."""
+        case, columns = self.case, torch.arange(self.case.topk, device=self.device)
+        if case.ids is Ids.ALL_INVALID:
+            return torch.full_like(ids, -1)
+        if case.ids is Ids.LAST_VALID:
+            return ids.masked_fill(columns != live.sum(2, keepdim=True) - 1, -1)
+        if case.ids is Ids.ONE_VALID:
+            pick = (self.uniform(case.batch, case.s_q, 1) * live.sum(2, keepdim=True)).long()
+            return ids.masked_fill(columns != pick, -1)
+        drop = self.uniform(1, 1, case.topk) if case.ids is Ids.SHARED else self.uniform(*ids.shape)
+        # A row of a few columns keeps one at least, so that narrow cases are not empty ones.
+        kept = (drop >= _INVALID_SHARE) | ((columns == 0) & (case.topk < 8))
+        return ids.masked_fill(~kept, -1)
+
+    def invalid_ids(self, ids: Tensor, live: Tensor) -> Tensor:
+        """What invalid columns hold: -1 or wilder, and past the length also ids of real but unselected tokens."""
+        pool_tokens = self.pages * self.case.page_size
+        wild = torch.tensor((*_WILD, pool_tokens, pool_tokens + 12345), device=self.device)
+        wild = wild.masked_fill((wild >= 0) & (wild < pool_tokens), -1)
+        garbage = wild[self.integers(0, wild.numel(), *ids.shape)]
+        inside = garbage if self.case.wild_ids else torch.full_like(ids, -1)
+        behind = torch.where(self.uniform(*ids.shape) < 0.5, garbage, ids)
+        return torch.where(live, inside, behind)
+
+    def sink(self) -> Tensor:
+        """fp32 [heads]: some +inf and -inf where there are heads enough."""
+        sink = self.normal(self.heads) * 2
+        if self.heads >= 4:
+            places = torch.randperm(self.heads, device=self.device, generator=self.generator)
+            sink[places[0]], sink[places[1]] = math.inf, -math.inf
+        return sink
+
+    # ---- what they hold ---------------------------------------------------------------------------------------------
+
+    def contents(self, tokens: Tensor, ids: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """(segments of the tokens, q in bf16 or fp32) for the case's kind of values."""
+        values = self.case.values
+        if values in (Values.MIXED_SCALES, Values.WILD_SCALES, Values.SUBNORMAL):
+            return self.coded_contents(tokens.numel())
+        x = (self.normal(tokens.numel(), self.record.d_qk) / 10).clamp(-1, 1)
+        q = self.queries().clamp_(-1, 1)
+        if values in (Values.RAMP_UP, Values.RAMP_DOWN):
+            self.ramp(x, q, tokens, ids)
+        elif values in (Values.PEAKED, Values.NAN_SELECTED, Values.HUGE):
+            deviation = 3000.0 if values is Values.HUGE else 4.0
+            q *= deviation / (self.sm_scale * 0.085 * math.sqrt(self.record.d_qk))
+        segments = quantise_rows(self.record, x.bfloat16(), natural_rule(self.record))
+        if values is Values.NAN_SELECTED:
+            self.plant_nan(segments, tokens)
+        return segments, q
+
+    def ramp(self, x: Tensor, q: Tensor, tokens: Tensor, ids: Tensor) -> None:
+        """Make the logit follow the column: one dim holds the step, which is exact where the dim is not quantised."""
+        dim = self.record.d_qk - 1
+        row = ids[0, 0]
+        steps = torch.arange(row.numel(), device=self.device) // _RAMP_COLUMNS
+        if self.case.values is Values.RAMP_DOWN:
+            steps = steps.max() - steps
+        step_of = torch.zeros(self.pages * self.case.page_size, device=self.device)
+        step_of[row[row >= 0]] = steps[row >= 0].float()
+        x[:, dim] = step_of[tokens]
+        q[..., dim] = _RAMP_LOG2 * math.log(2) / self.sm_scale
+
+    def coded_contents(self, count: int) -> tuple[dict[str, Tensor], Tensor]:
+        """Tokens given by codes and scales rather than by rows, and a q that keeps the logits' deviation near 2."""
+        record, subnormal = self.record, self.case.values is Values.SUBNORMAL
+        d_qk, groups = record.d_qk, record.scale_groups or record.d_v // 128
+        group_dims = record.scale_group_dims or 128
+        magnitude = self.magnitudes(count, groups)
+        values = self.codes(count, groups * group_dims, subnormal)
+        code_rms = float(values.float().square().mean().sqrt())
+        plain = self.normal(count, d_qk - groups * group_dims) * 0.3
+        segments: dict[str, Tensor] = {}
+        if record.scale_groups:
+            segments["scales"] = encode(record.segment("scales").element, magnitude)
+        else:
+            values = values * magnitude.repeat_interleave(group_dims, 1)
+        dims = torch.cat((values, plain), 1)
+        for segment in record.data_segments:
+            part = dims[:, segment.first_dim : segment.first_dim + segment.count]
+            segments[segment.name] = encode(segment.element, part)
+        typical = magnitude.square().mean(0).sqrt().repeat_interleave(group_dims) * code_rms
+        typical = torch.cat((typical, torch.full((plain.shape[1],), 0.3, device=self.device)))
+        return segments, self.queries() * (2.0 / (self.sm_scale * math.sqrt(d_qk))) / typical.clamp_min(1e-30)
+
+    def codes(self, count: int, dims: int, subnormal: bool) -> Tensor:
+        """fp32 values that e4m3 holds exactly: any of them, or only subnormal ones."""
+        if subnormal:
+            codes = self.integers(1, 8, count, dims) + 128 * self.integers(0, 2, count, dims)
+        else:
+            codes = self.integers(0, 256, count, dims)
+            codes = codes.masked_fill(codes % 128 == 127, 1)
+        table = torch.tensor([0.0 if c % 128 == 127 else E4M3.decode(c) for c in range(256)], device=self.device)
+        return table[codes]
+
+    def magnitudes(self, count: int, groups: int) -> Tensor:
+        """fp32 scales [count, groups]; powers of two where the format has no others."""
+        kinds = torch.arange(groups, device=self.device).expand(count, groups) % 3
+        if self.case.values is Values.WILD_SCALES:
+            kinds = self.integers(0, 3, count, groups)
+        exponents = self.uniform(count, groups) * 6 - 4
+        if self.record.scale_kind in (ScaleKind.FP32_POW2, ScaleKind.UE8M0):
+            exponents = exponents.floor()
+        arbitrary = exponents.exp2()
+        if self.case.values is Values.SUBNORMAL or self.record.scale_kind is ScaleKind.E4M3:
+            return arbitrary
+        fixed = torch.tensor((2.0**-13, 2.0**7), device=self.device)
+        return torch.where(kinds == 2, arbitrary, fixed[kinds.clamp(max=1)])
+
+    def plant_nan(self, segments: dict[str, Tensor], tokens: Tensor) -> None:
+        """NaN into one element of a few selected tokens, each in another segment."""
+        names = [segment.name for segment in self.record.segments]
+        count = min(len(names), tokens.numel())
+        for place, name in zip(self.integers(0, max(1, tokens.numel()), count).tolist(), names, strict=False):
+            element = self.record.segment(name).element
+            # All ones is NaN in every element type but FP4, and 0x7F too in e4m3.
+            width = max(1, element.bits // 8)
+            segments[name][place, :width] = 0x7F if element is E4M3 else 0xFF
+
+    # ---- where they lie ---------------------------------------------------------------------------------------------
+
+    def placed(self, tensor: Tensor, gap: float, over: int) -> Tensor:
+        """The tensor as it is, or as part of one with `over` more columns and one more of every other dim."""
+        if not self.case.strided:
+            return tensor
+        *outer, last = tensor.shape
+        whole = torch.full((*(n + 1 for n in outer), last + over), gap, dtype=tensor.dtype, device=self.device)
+        part = whole[tuple(slice(0, n) for n in tensor.shape)]
+        part.copy_(tensor)
+        return part
+
+    def placed_lengths(self, lengths: Tensor) -> Tensor:
+        """Per-token lengths as a part of a wider tensor in strided cases; per-request ones are always contiguous."""
+        return self.placed(lengths, -1, 3) if lengths.ndim == 2 else lengths

@@ -1,0 +1,69 @@
+"""A report as evidence rows, one for each kernel of the checked spec on the device's arch."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+from dsagen.build import Store
+from dsagen.check.report import CheckReport
+from dsagen.errors import StoreError
+from dsagen.evidence import record, row_for
+from dsagen.matrix import expand
+from dsagen.render import render
+from dsagen.spec import DeploymentSpec
+
+_DRIVER_FILE = Path("/proc/driver/nvidia/version")
+_UNKNOWN = "unknown"
+
+
+def record_report(
+    spec: DeploymentSpec, arch: str, report: CheckReport, file: Path | None = None, store: Store | None = None
+) -> tuple[Path, ...]:
+    """Append the report's rows to the store's evidence, or to `file`; the files that were written.
+
+    Raises StoreError when the place cannot be written, or when a kernel that ran is not in the store any more.
+    """
+    assert report.device is not None, "only device runs are evidence"
+    store = store or Store.open()
+    driver = driver_version()
+    rows = []
+    for plan in expand(spec, (arch,)).plans():
+        unit = render(plan)
+        entry = store.lookup(unit)
+        if entry is None:
+            raise StoreError(f"{unit.slug}: not in the store, so what compiled it cannot be recorded")
+        rows.append(
+            row_for(
+                unit,
+                "conformance",
+                device=report.device,
+                spec=report.spec,
+                toolchain=f"nvcc {entry.nvcc_version}",
+                driver=driver,
+                tier=report.tier,
+                seed=report.seed,
+                passed=report.count("passed"),
+                failed=report.count("failed"),
+                not_run=report.count("not_run"),
+                worst=report.worst(),
+            )
+        )
+    return record(rows, file, store)
+
+
+def driver_version() -> str:
+    """The kernel driver's version such as "580.159.04", "unknown" where the machine does not tell."""
+    try:
+        found = re.search(r"\b\d{3}\.\d+(?:\.\d+)?\b", _DRIVER_FILE.read_text())
+        if found:
+            return found[0]
+    except OSError:
+        pass
+    try:
+        command = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        text = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+        return text.split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return _UNKNOWN

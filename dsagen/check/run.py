@@ -1,0 +1,222 @@
+"""`run_check`: every case of a tier against the reference, on a device; without one, what can be proven on the host."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from dsagen import knobs
+from dsagen.arch import arch_for_capability
+from dsagen.check.cases import DecodeCase, Probe, Tier, decode_cases
+from dsagen.check.host import host_proofs
+from dsagen.check.probes import CaseRun, DecodeKernels, NotRunError, WrongResultError
+from dsagen.check.recording import record_report
+from dsagen.check.report import CaseResult, CheckReport
+from dsagen.errors import DeviceError, DsagenError, KnobError, SpecError
+from dsagen.matrix import expand
+from dsagen.plan import KernelPlan
+from dsagen.runtime.api import load
+from dsagen.spec import DeploymentSpec, load_spec
+
+Source = str | os.PathLike[str] | Mapping[str, Any] | DeploymentSpec
+Load = Callable[..., DecodeKernels]
+
+OP = "sparse_decode"
+
+
+@dataclass
+class KernelCache:
+    """Kernels by what a case asks of the spec. All of them share their code, since none of it is compile-time."""
+
+    spec: DeploymentSpec
+    device: torch.device
+    load: Load
+    _loaded: dict[tuple[int, str, str], DecodeKernels] = field(default_factory=dict)
+
+    def __call__(self, case: DecodeCase) -> DecodeKernels:
+        """The kernels for a case: its capacity, lse convention and determinism, else the spec's own."""
+        base, empty = case.lse or (self.spec.lse.base, self.spec.lse.empty)
+        determinism = "batch_invariant" if case.probe is Probe.BATCH_INVARIANT else self.spec.determinism
+        topk = max(self.spec.topk, case.topk)
+        key = (topk, f"{base} {empty}", determinism)
+        if key not in self._loaded:
+            spec = self.spec.replace(topk=topk, lse={"base": base, "empty": empty}, determinism=determinism)
+            self._loaded[key] = self.load(spec, device=self.device)
+        return self._loaded[key]
+
+
+def run_check(
+    source: Source,
+    tier: Tier = "quick",
+    *,
+    seed: int | None = None,
+    device: int | str | torch.device | None = None,
+    only: str | None = None,
+    console: Console | None = None,
+    record: bool = True,
+    record_file: Path | None = None,
+) -> CheckReport:
+    """Check the kernels of a spec (a path, a shipped name, a mapping or a DeploymentSpec) on a device.
+
+    Every run draws anew; `seed` replays one. `only` is a shell pattern of case names. Progress goes to `console`,
+    nothing is printed without one. A complete device run is recorded as evidence, in the store or in `record_file`,
+    unless `record` is False.
+
+    Without a device the report has the host proofs, and every device case as not run. Raises SpecError, KnobError,
+    BuildError and StoreError as `dsagen.load` does; a failed case is in the report, whose `require_passed` raises
+    CheckFailed.
+    """
+    spec = load_spec(source)
+    if knobs.CHECK_INDICES.get():
+        raise KnobError(f"{knobs.CHECK_INDICES.name} refuses ids that the check passes on purpose: unset it")
+    seed = secrets.randbelow(2**31) if seed is None else seed
+    host = host_proofs(spec, seed)
+    problem = device_problem(spec, device)
+    if problem:
+        cases = cases_of(spec, spec.archs[0], tier, only)
+        skipped = tuple(CaseResult(case.name, "not_run", problem=problem) for case in cases)
+        return CheckReport(spec.name, tier, seed, None, problem, skipped, host)
+    chosen = _cuda_device(device)
+    with torch.cuda.device(chosen):
+        kernels = KernelCache(spec, chosen, load)
+        arch = arch_for_capability(*torch.cuda.get_device_capability(chosen)).name
+        cases = cases_of(spec, arch, tier, only)
+        # Loading compiles what is missing; a build error is the caller's, no case's.
+        kernels(DecodeCase("", 1, 1, 1, 1, 1))
+        results = run_cases(cases, kernels, chosen, seed, console)
+        report = CheckReport(spec.name, tier, seed, torch.cuda.get_device_name(chosen), "", results, host)
+        if record and only is None:
+            record_report(spec, arch, report, record_file)
+    return report
+
+
+def run_cases(
+    cases: Sequence[DecodeCase],
+    kernels: Callable[[DecodeCase], DecodeKernels],
+    device: torch.device,
+    seed: int,
+    console: Console | None = None,
+) -> tuple[CaseResult, ...]:
+    """Run cases one by one. After a fault of the device the rest does not run, since nothing there can be trusted."""
+    results: list[CaseResult] = []
+    fault = ""
+    with _progress(console, len(cases)) as advance:
+        for case in cases:
+            if fault:
+                results.append(CaseResult(case.name, "not_run", problem=fault))
+                continue
+            advance(case.name)
+            result, faulted = run_case(CaseRun(case, kernels, device, seed))
+            results.append(result)
+            if faulted:
+                fault = f"the device faulted in {case.name}"
+    return tuple(results)
+
+
+def run_case(run: CaseRun) -> tuple[CaseResult, bool]:
+    """(result, whether the device is now unusable)."""
+    name, start = run.case.name, time.perf_counter()
+    try:
+        comparison = run.run()
+    except NotRunError as reason:
+        return CaseResult(name, "not_run", problem=str(reason)), False
+    except torch.OutOfMemoryError as error:
+        torch.cuda.empty_cache()
+        return CaseResult(name, "not_run", problem=f"out of memory: {str(error).splitlines()[0]}"), False
+    except WrongResultError as error:
+        return CaseResult(name, "failed", time.perf_counter() - start, problem=str(error)), False
+    except (DsagenError, RuntimeError) as error:
+        faulted = isinstance(error, DeviceError) or not isinstance(error, DsagenError)
+        text = f"{type(error).__name__}: {str(error).strip()}"
+        return CaseResult(name, "failed", time.perf_counter() - start, problem=text), faulted
+    out, lse = comparison.out, comparison.lse
+    return CaseResult(
+        name,
+        "passed" if comparison.passed else "failed",
+        time.perf_counter() - start,
+        out.worst_abs,
+        out.worst_rel,
+        out.cos,
+        out.worst_group,
+        lse.worst_abs,
+        lse.worst_rel,
+        comparison.problem,
+    ), False
+
+
+def cases_of(spec: DeploymentSpec, arch: str, tier: Tier, only: str | None = None) -> tuple[DecodeCase, ...]:
+    """The cases for a spec's kernel on an arch; SpecError when `only` matches none or the spec has no checked op."""
+    matrix = expand(spec, (arch,))
+    matrix.require_complete()
+    main = main_plan(matrix.plans())
+    cases = decode_cases(tier, main.constant("kTileTokens"), spec.kv_format.record_bytes)
+    if only is None:
+        return cases
+    chosen = tuple(case for case in cases if fnmatch.fnmatchcase(case.name, only))
+    if not chosen:
+        kinds = ", ".join(dict.fromkeys(case.name.split(".")[0] for case in cases))
+        raise SpecError(f"no case of the {tier} tier matches {only!r}: names begin with {kinds}")
+    return chosen
+
+
+def main_plan(plans: Sequence[KernelPlan]) -> KernelPlan:
+    """The main kernel among a spec's plans."""
+    return next(plan for plan in plans if plan.variant.family == OP and plan.variant.kernel == "main")
+
+
+def device_problem(spec: DeploymentSpec, device: int | str | torch.device | None = None) -> str:
+    """Why the spec's kernels cannot run on a device (the current one by default), empty when they can."""
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    chosen = _cuda_device(device)
+    capability = torch.cuda.get_device_capability(chosen)
+    if capability in {row.compute_capability for row in spec.arch_rows}:
+        return ""
+    name = torch.cuda.get_device_name(chosen)
+    return f"{name} is of compute capability {capability[0]}.{capability[1]}, the spec declares {', '.join(spec.archs)}"
+
+
+def _cuda_device(device: int | str | torch.device | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    try:
+        found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    except RuntimeError as error:
+        raise DeviceError(f"device {device!r}: {error}") from None
+    if found.type != "cuda" or (found.index or 0) >= torch.cuda.device_count():
+        raise DeviceError(f"device {device!r}: expected one of {torch.cuda.device_count()} CUDA devices")
+    return found if found.index is not None else torch.device("cuda", torch.cuda.current_device())
+
+
+def _progress(console: Console | None, total: int) -> AbstractContextManager[Callable[[str], None]]:
+    if console is None:
+        return nullcontext(lambda name: None)
+    return _CaseProgress(console, total)
+
+
+class _CaseProgress(AbstractContextManager[Callable[[str], None]]):
+    def __init__(self, console: Console, total: int) -> None:
+        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+        self._progress = Progress(*columns, console=console, transient=True)
+        self._task = self._progress.add_task("", total=total)
+
+    def __enter__(self) -> Callable[[str], None]:
+        self._progress.start()
+        return self._next
+
+    def _next(self, name: str) -> None:
+        self._progress.update(self._task, advance=1, description=name)
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()

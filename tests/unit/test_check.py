@@ -1,0 +1,320 @@
+"""The check itself: it passes a right implementation, and finds every kind of wrong one, on a CPU."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dsagen.check import cases as case_lists
+from dsagen.check.cases import DecodeCase, Ids, Lengths, Probe, Values, decode_cases
+from dsagen.check.probes import CaseRun
+from dsagen.check.run import KernelCache, cases_of, run_case, run_cases, run_check
+from dsagen.errors import CheckFailed, KnobError, SpecError
+from dsagen.families.sparse_decode.reference import read_tokens, sparse_decode_reference
+from dsagen.spec import DeploymentSpec, load_spec, shipped_specs
+
+CPU = torch.device("cpu")
+
+
+class ModelKernels:
+    """The op in torch on a CPU, with bf16 outputs as a kernel has; `defect` makes it wrong in one way."""
+
+    def __init__(self, spec, defect=""):
+        self.spec, self.defect, self.calls = spec, defect, 0
+
+    def prepare(self):
+        pass
+
+    def sparse_decode_workspace_bytes(self, batch, s_q, topk, *, num_splits):
+        return 4 * batch * s_q * (num_splits or 1) if (num_splits or 1) > 1 else 0
+
+    def plan_sparse_decode(self, batch, s_q, topk, *, num_splits, workspace):
+        return (batch, s_q, topk), workspace
+
+    def sparse_decode(self, q, k_cache, indices, *, plan, topk_length, attn_sink, softmax_scale, out, lse):
+        assert plan[0] == tuple(indices.shape)
+        self.calls += 1
+        defect, record = self.defect, self.spec.kv_format
+        pool_tokens = k_cache.shape[0] * k_cache.shape[1]
+        if defect == "ignores length":
+            topk_length = None
+        if defect == "one length per request":
+            topk_length = (
+                topk_length[:, 0].contiguous() if topk_length is not None and topk_length.ndim == 2 else topk_length
+            )
+        if defect == "clamps large ids":
+            indices = indices.clamp(max=pool_tokens - 1)
+        if defect == "takes id -1 as 0":
+            indices = torch.where(indices == -1, indices.new_zeros(()), indices)
+        if defect == "drops the last column" and indices.shape[2] > 1:
+            indices = indices[..., :-1]
+        if defect == "drops duplicates":
+            indices = indices.sort(2).values
+            indices = torch.where(indices == indices.roll(1, 2), indices.new_full((), -1), indices)
+        if defect == "ignores sink":
+            attn_sink = None
+        base = "e" if defect == "wrong base" else self.spec.lse.base
+        empty = math.inf if defect == "wrong empty" else float(self.spec.lse.empty)
+        result = sparse_decode_reference(
+            q, record, k_cache, indices, sm_scale=softmax_scale * (1.02 if defect == "wrong scale" else 1.0),
+            topk_length=topk_length, attn_sink=attn_sink, lse_base=base, empty_lse=empty,
+        )  # fmt: skip
+        value, total = result.out.view(out.shape), result.lse.view(*out.shape[:3]).transpose(1, 2)
+        if defect == "coarse":
+            value = value * (1 + 2.0**-6 * torch.randn(value.shape))
+        if defect == "one scale group off":
+            value = value.clone()
+            value[..., 128:256] *= 1.005
+        if defect == "swallows NaN":
+            value, total = value.nan_to_num(), total.nan_to_num()
+        if defect == "sink in lse" and attn_sink is not None:
+            total = torch.logaddexp(total, attn_sink.double().view(1, -1, 1))
+        if defect == "not deterministic":
+            value = value * (1 + 2.0**-7 * (self.calls % 2))
+        if defect == "depends on batch" and indices.shape[0] > 1:
+            value = value * (1 + 2.0**-8)
+        if defect == "never writes":
+            return out, lse
+        out.copy_(value.bfloat16())
+        lse.copy_(total.float())
+        if defect == "overruns out":
+            inside = out.storage_offset() + out.stride(0) * (out.shape[0] - 1) + out.stride(2) * (out.shape[2] - 1)
+            torch.as_strided(out, (1,), (1,), inside + out.stride(1) * (out.shape[1] - 1) + out.shape[3]).zero_()
+        if defect == "overruns workspace" and plan[1] is not None:
+            torch.as_strided(plan[1], (1,), (1,), plan[1].storage_offset() + plan[1].numel()).zero_()
+        return (out.clone(), lse) if defect == "returns others" else (out, lse)
+
+
+def model_of(spec, defect=""):
+    return KernelCache(spec, CPU, lambda s, device: ModelKernels(s, defect))
+
+
+def small_spec(kv="v32", **changes):
+    return DeploymentSpec(model="v32", heads=5, archs=["sm_90a"], ops=["sparse_decode"], kv=kv, **changes)
+
+
+SMALL = DecodeCase("small", 3, 2, 60, 40, 7, lengths=Lengths.PER_TOKEN, sink=True, wild_ids=True, strided=True)
+
+
+def run_small(case, defect="", kv="v32", seed=1):
+    return run_case(CaseRun(case, model_of(small_spec(kv), defect), CPU, seed))[0]
+
+
+# --- case lists ------------------------------------------------------------------------------------------------------
+
+
+def test_every_peer_shape_is_in_the_full_tier():
+    cases = decode_cases("full", 64, 656)
+    found = {(c.kv_tokens, c.topk, c.page_size, c.batch, c.s_q, c.lengths) for c in cases if c.name.startswith("peer")}
+    shapes = [
+        (512, 64, 2),
+        (512, 64, 64),
+        (512, 64, 69),
+        (1024, 576, 2),
+        (1024, 576, 61),
+        (2046, 2048, 2),
+        (2046, 2048, 64),
+    ]
+    shapes += [(2046, 2048, 576), (512, 64, 5), (2046, 2048, 1)]
+    for shape in shapes:
+        for batch in (4, 74, 321):
+            for s_q in (1, 3):
+                for lengths in (Lengths.NONE, Lengths.PER_REQUEST):
+                    assert (*shape, batch, s_q, lengths) in found
+    fixed = {(c.kv_tokens, c.topk, c.page_size) for c in cases if c.name.endswith("fixed") and not c.varying}
+    assert fixed == set(shapes)
+    corners = {
+        (c.kv_tokens, c.topk, c.page_size, c.batch, c.ids is Ids.ALL_INVALID, c.empty_requests, c.sink)
+        for c in cases
+        if c.name.startswith("corner")
+    }
+    assert len(corners) == 2 * 4 * 8
+
+
+@pytest.mark.parametrize("tile_tokens", [16, 64, 128])
+def test_adversarial_list_is_complete(tile_tokens):
+    cases = decode_cases("quick", tile_tokens, 656)
+    assert {c.topk for c in cases if c.name.startswith("width")} >= {1, 63, 65, 2047}
+    assert {c.page_size for c in cases} >= {1, 2, 5, 48, 61, 64, 69, 256, 576}
+    assert {c.ids for c in cases} == set(Ids)
+    assert {c.values for c in cases} == set(Values)
+    assert {c.probe for c in cases} == set(Probe)
+    assert {c.lengths for c in cases} == set(Lengths)
+    forced = {c.num_splits for c in cases}
+    assert {1, 2, 3, 7, 32} <= forced and max(n or 0 for n in forced) > 256
+    # A forced number of splits must be legal: each holds a token.
+    assert all(tile_tokens * (c.num_splits - 1) < c.topk for c in cases if c.num_splits)
+    assert {c.lse for c in cases if c.lse} >= {(2, "-inf"), (2, "+inf"), ("e", "-inf")}
+
+
+def test_large_cases_pass_the_32_bit_limits():
+    large = [c for c in decode_cases("full", 64, 656) if c.name.startswith("large")]
+    assert any(c.kv_tokens * 656 > 2**32 for c in large)
+    assert any(c.batch > 65535 for c in large) and any(c.s_q > 65535 for c in large)
+
+
+@pytest.mark.parametrize("tier", case_lists.TIERS)
+def test_names_are_distinct(tier):
+    names = [c.name for c in decode_cases(tier, 64, 656)]
+    assert len(set(names)) == len(names)
+
+
+# --- a right implementation passes -----------------------------------------------------------------------------------
+
+
+def cpu_cases():
+    """The quick tier, shortened where a CPU would take long; what is CUDA's own is left out."""
+    kept = []
+    for case in decode_cases("quick", 16, 656):
+        if case.probe in (Probe.GRAPH, Probe.SIDE_STREAM, Probe.OTHER_DEVICE) or case.rows * case.topk > 8000:
+            continue
+        kept.append(case)
+    return kept
+
+
+@pytest.mark.parametrize("kv", ["v32", "bf16"])
+def test_a_right_implementation_passes(kv):
+    cases = cpu_cases()
+    assert len(cases) > 60
+    results = run_cases(cases, model_of(small_spec(kv)), CPU, seed=11)
+    assert [(r.name, r.problem) for r in results if r.status != "passed"] == []
+
+
+@pytest.mark.parametrize("kv", ["v32_pow2", "v32_nope"])
+@pytest.mark.parametrize("values", list(Values))
+def test_other_formats_pass(kv, values):
+    dims = {"dims": {"d_qk": 512, "d_v": 512}} if kv == "v32_nope" else {}
+    spec = DeploymentSpec(model="custom", heads=5, archs=["sm_90a"], ops=["sparse_decode"], kv=kv, topk=64, **dims)
+    ids = Ids.SHARED if values in (Values.RAMP_UP, Values.RAMP_DOWN) else Ids.RANDOM
+    case = replace(SMALL, values=values, ids=ids, topk=130, kv_tokens=140)
+    result, _ = run_case(CaseRun(case, model_of(spec), CPU, 4))
+    assert (result.status, result.problem) == ("passed", "")
+
+
+def test_the_same_seed_draws_the_same_and_another_seed_does_not():
+    spec = small_spec()
+    runs = [CaseRun(SMALL, model_of(spec), CPU, seed) for seed in (5, 5, 6)]
+    q = [run.inputs(run.kernels(SMALL)).q for run in runs]
+    assert torch.equal(q[0], q[1]) and not torch.equal(q[0], q[2])
+
+
+# --- wrong ones do not -----------------------------------------------------------------------------------------------
+
+DEFECTS = {
+    "ignores length": SMALL,
+    "one length per request": SMALL,
+    "clamps large ids": replace(SMALL, lengths=Lengths.NONE),
+    "takes id -1 as 0": replace(SMALL, wild_ids=False, lengths=Lengths.NONE),
+    "drops the last column": replace(SMALL, lengths=Lengths.NONE, ids=Ids.LAST_VALID),
+    "drops duplicates": replace(SMALL, ids=Ids.DUPLICATES, lengths=Lengths.NONE),
+    "ignores sink": SMALL,
+    "sink in lse": replace(SMALL, lengths=Lengths.NONE),
+    "wrong base": replace(SMALL, lse=(2, "+inf")),
+    "wrong empty": replace(SMALL, lse=("e", "-inf"), ids=Ids.ALL_INVALID),
+    "wrong scale": replace(SMALL, values=Values.PEAKED),
+    "coarse": SMALL,
+    "one scale group off": SMALL,
+    "swallows NaN": replace(SMALL, values=Values.NAN_SELECTED, lengths=Lengths.NONE),
+    "never writes": SMALL,
+    "not deterministic": replace(SMALL, probe=Probe.REPEATED),
+    "depends on batch": replace(SMALL, probe=Probe.BATCH_INVARIANT, lengths=Lengths.NONE),
+    "overruns out": replace(SMALL, strided=False),
+    "overruns workspace": replace(SMALL, num_splits=2),
+    "returns others": SMALL,
+}
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_a_wrong_implementation_fails(defect):
+    case = DEFECTS[defect]
+    assert run_small(case).status == "passed"
+    result = run_small(case, defect)
+    assert result.status == "failed" and result.problem
+
+
+def test_overrun_between_strided_rows_is_seen():
+    result = run_small(SMALL, "overruns out")
+    assert result.status == "failed" and result.problem.startswith("out: 1 elements outside")
+
+
+def test_the_first_wrong_element_is_named():
+    result = run_small(SMALL, "coarse")
+    assert "elements off, first (" in result.problem and "expected" in result.problem
+
+
+def test_a_relative_error_below_the_absolute_gate_is_found_by_the_group_gate():
+    # Values are so small that 0.5 % of them passes the absolute gate; only the Frobenius gate sees it.
+    case = replace(SMALL, values=Values.NORMAL, topk=300, kv_tokens=400, lengths=Lengths.NONE)
+    result = run_small(case, "one scale group off")
+    assert result.status == "failed" and "dims 128..255" in result.problem and "Frobenius" in result.problem
+
+
+def test_unselected_tokens_are_poison():
+    spec = small_spec()
+    run = CaseRun(replace(SMALL, values=Values.NORMAL), model_of(spec), CPU, 3)
+    inputs = run.inputs(run.kernels(SMALL))
+    record, cache = inputs.record, inputs.caches["k_cache"]
+    rows = read_tokens(record, cache, torch.arange(cache.shape[0] * cache.shape[1]))
+    bad = rows.isnan().any(1) | (rows.abs() > 1e30).any(1)
+    live = torch.arange(SMALL.topk) < inputs.topk_length.clamp(0, SMALL.topk).view(SMALL.batch, SMALL.s_q, 1)
+    valid = (inputs.indices >= 0) & (inputs.indices < bad.numel()) & live
+    selected = torch.zeros_like(bad)
+    selected[inputs.indices[valid].long()] = True
+    assert not bad[selected].any() and bad[~selected].all() and selected.any() and (~selected).any()
+
+
+# --- runs and reports ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a device")
+def test_without_a_device_nothing_counts_as_passed():
+    report = run_check("v32_h16", "full", seed=7)
+    assert report.device is None and report.results and report.count("passed") == 0
+    assert report.count("not_run") == len(report.results) and not report.conformant
+    assert [r.status for r in report.host_results] == ["passed"] * 3
+    assert f"{len(report.results)} did not run" in report.summary() and "no CUDA device" in report.summary()
+    assert report.to_json()["counts"] == {"passed": 0, "failed": 0, "not_run": len(report.results)}
+
+
+def test_a_failed_report_raises_and_says_how_to_replay():
+    spec = small_spec()
+    results = run_cases([SMALL], model_of(spec, "coarse"), CPU, seed=42)
+    report = run_check(spec, seed=42) if not torch.cuda.is_available() else None
+    if report is not None:
+        with pytest.raises(CheckFailed, match="--seed 42") as caught:
+            replace(report, results=results).require_passed()
+        assert "small" in str(caught.value) and caught.value.exit_code == 4
+        report.require_passed()
+
+
+def test_a_fault_stops_the_run_and_the_rest_counts_as_not_run():
+    class Faulty(ModelKernels):
+        def sparse_decode(self, *args, **kwargs):
+            raise RuntimeError("an illegal memory access was encountered")
+
+    spec = small_spec()
+    kernels = KernelCache(spec, CPU, lambda s, device: Faulty(s))
+    first, second = run_cases([SMALL, replace(SMALL, name="next")], kernels, CPU, seed=1)
+    assert first.status == "failed" and "illegal memory access" in first.problem
+    assert second.status == "not_run" and "faulted in small" in second.problem
+
+
+def test_unknown_case_pattern_is_refused():
+    with pytest.raises(SpecError, match="no case of the quick tier matches 'nosuch"):
+        cases_of(small_spec(), "sm_90a", "quick", "nosuch*")
+
+
+def test_index_checks_are_refused(monkeypatch):
+    monkeypatch.setenv("DSAGEN_CHECK_INDICES", "1")
+    with pytest.raises(KnobError, match="DSAGEN_CHECK_INDICES"):
+        run_check("v32_h16")
+
+
+def test_shipped_specs_have_cases_or_say_why_not():
+    for name in shipped_specs():
+        spec = load_spec(name)
+        try:
+            assert cases_of(spec, spec.archs[0], "quick")
+        except SpecError as error:
+            assert "not built yet" in str(error)
