@@ -171,8 +171,7 @@ class Kernels:
         if self._driver.is_capturing(kernels.ordinal):
             raise FrozenError(
                 f"sparse_decode: no plan for batch {batch}, s_q {s_q}, topk {topk} exists, and making one during CUDA "
-                "graph "
-                "capture is not possible: call plan_sparse_decode before the capture and pass its plan"
+                "graph capture is not possible: call plan_sparse_decode before the capture and pass its plan"
             )
         chosen = choose(self._judge(kernels, self._shape(batch, s_q, topk), num_splits))
         main = self._loader.load(chosen.plan, kernels.ordinal)

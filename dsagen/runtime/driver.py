@@ -273,7 +273,9 @@ def _import_driver() -> Any:
         (result,) = cuda.cuInit(0)
     except RuntimeError as error:
         raise DeviceError(f"no NVIDIA driver found on this machine ({str(error).splitlines()[0]}). {hint}.") from None
-    shown = f"CUDA_VISIBLE_DEVICES={visible!r}" if visible is not None else "CUDA_VISIBLE_DEVICES is not set"
+    shown = (
+        f"CUDA_VISIBLE_DEVICES={visible!r}" if visible else "CUDA_VISIBLE_DEVICES is not set, or empty, which hides all"
+    )
     if result:
         raise DeviceError(
             f"an NVIDIA driver but no usable device: {_driver_error(cuda, 'cuInit', result)} ({shown}). {hint}."
@@ -282,8 +284,7 @@ def _import_driver() -> Any:
     if version < MIN_DRIVER_VERSION:
         raise DeviceError(
             f"the NVIDIA driver supports CUDA {version // 1000}.{version % 1000 // 10}: kernels need 12.8, which "
-            "driver 570 "
-            "and newer have. Update the driver."
+            "driver 570 and newer have. Update the driver."
         )
     _, count = cuda.cuDeviceGetCount()
     if count < 1:

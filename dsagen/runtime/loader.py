@@ -22,8 +22,7 @@ LOAD_GUARDS: tuple[Guard, ...] = (
         "load",
         "registers <= registers_cap",
         "loaded kernel uses {registers} registers a thread, its plan allows {registers_cap}: the store entry is not "
-        "what "
-        "was planned; rebuild it with `dsagen build --force`",
+        "what was planned; rebuild it with `dsagen build --force`",
     ),
     Guard(
         "L-02",
@@ -51,8 +50,7 @@ LOAD_GUARDS: tuple[Guard, ...] = (
         "load",
         "smem_bytes <= device_smem_bytes",
         "kernel needs {smem_bytes} B of shared memory, this device gives a block {device_smem_bytes} B: build for the "
-        "arch "
-        "of this device",
+        "arch of this device",
     ),
 )
 
@@ -98,8 +96,7 @@ def device_arch(facts: DeviceFacts, ordinal: int, spec_name: str, declared: Sequ
     if found.name not in declared:
         raise DeviceError(
             f"{spec_name} is for {', '.join(declared)}, device {ordinal} ({facts.name}) is {found.name}: add "
-            f"{found.name} "
-            "to `archs` in the spec, or choose another device"
+            f"{found.name} to `archs` in the spec, or choose another device"
         )
     return found
 
@@ -167,8 +164,7 @@ class Loader:
                 major, minor = facts.capability
                 raise DeviceError(
                     f"{plan.slug} is built for {plan.variant.arch}, device {ordinal} ({facts.name}) has compute "
-                    "capability "
-                    f"{major}.{minor}: load the spec for this device's arch"
+                    f"capability {major}.{minor}: load the spec for this device's arch"
                 ) from None
             raise DeviceError(f"{plan.slug} cannot be loaded on device {ordinal} ({facts.name}): {error}") from None
         found = self._driver.attributes(ordinal, handle)
@@ -191,6 +187,5 @@ class Loader:
 def _capture_text(plan: KernelPlan, ordinal: int) -> str:
     return (
         f"{plan.slug} is not loaded on device {ordinal} yet, and loading during CUDA graph capture is not possible: "
-        "call "
-        "prepare() before the capture"
+        "call prepare() before the capture"
     )

@@ -215,8 +215,7 @@ class SparseDecodePlan:
             if planned != found:
                 raise GuardError(
                     f"[T-09] plan: made for {name} {planned}, the tensors have {name} {found}: make a plan for them "
-                    "with "
-                    "plan_sparse_decode"
+                    "with plan_sparse_decode"
                 )
 
     def launch(self, arguments: Mapping[str, Number], stream: int) -> None:
@@ -233,8 +232,7 @@ class SparseDecodePlan:
         if self._stream is not None:
             raise GuardError(
                 f"[T-10] plan: belongs to stream {self._stream:#x}, the current stream is {stream:#x}: make a plan for "
-                "each "
-                "stream (and for each captured graph), or call plan.rebind() once the other stream's work is done"
+                "each stream (and for each captured graph), or call plan.rebind() once the other stream's work is done"
             )
         kernels = [kernel for kernel in (self._main, self._combine) if kernel is not None]
         grids = (self.partition.main_ctas, self.partition.combine_ctas)
@@ -304,8 +302,7 @@ def check_index_values(t: DecodeTensors) -> None:
             place = tuple(bad.nonzero()[0].tolist())
             raise GuardError(
                 f"[SD-21] topk_length{list(place)} = {int(t.topk_length[place])}: the index rows have {topk} columns, "
-                "so "
-                f"lengths are 0..{topk} ({int(bad.sum())} outside)"
+                f"so lengths are 0..{topk} ({int(bad.sum())} outside)"
             )
         lengths = t.topk_length.reshape(t.indices.shape[0], -1, 1)
         live = torch.arange(topk, device=t.indices.device) < lengths
@@ -315,8 +312,7 @@ def check_index_values(t: DecodeTensors) -> None:
         place = tuple(bad.nonzero()[0].tolist())
         raise GuardError(
             f"[SD-22] indices{list(place)} = {int(t.indices[place])}: k_cache holds {pool_tokens} tokens, so ids are "
-            "below "
-            f"{pool_tokens}, or negative for padding ({int(bad.sum())} past it)"
+            f"below {pool_tokens}, or negative for padding ({int(bad.sum())} past it)"
         )
 
 
@@ -374,8 +370,7 @@ def _checked_workspace(workspace: torch.Tensor | None, needed_bytes: int, device
     if workspace.numel() < needed_bytes or workspace.data_ptr() % WORKSPACE_ALIGNMENT_BYTES:
         raise GuardError(
             f"[SD-23] workspace: {workspace.numel()} B of {dtype_name(workspace)} at {workspace.data_ptr():#x}, the "
-            "plan needs "
-            f"{needed_bytes} B at a multiple of {WORKSPACE_ALIGNMENT_BYTES} B: sparse_decode_workspace_bytes() tells "
-            "the size"
+            f"plan needs {needed_bytes} B at a multiple of {WORKSPACE_ALIGNMENT_BYTES} B: "
+            "sparse_decode_workspace_bytes() tells the size"
         )
     return workspace if needed_bytes else None

@@ -34,8 +34,7 @@ def require_plain(name: str, tensor: object) -> None:
             raise GuardError(f"[T-01] {name}: expected a torch.Tensor, found {type(tensor).__name__}")
         raise GuardError(
             f"[T-01] {name}: {type(tensor).__name__} is a tensor subclass, whose memory may not be what its shape "
-            "says: pass "
-            "a plain torch.Tensor"
+            "says: pass a plain torch.Tensor"
         )
     assert isinstance(tensor, torch.Tensor)
     if tensor.requires_grad:
@@ -99,8 +98,7 @@ def require_separate_elements(name: str, tensor: torch.Tensor) -> None:
         if stride < reach:
             raise GuardError(
                 f"[T-08] {name}: strides {tensor.stride()} of shape {tuple(tensor.shape)} let elements share memory: "
-                "pass an "
-                "output in which each element has its own"
+                "pass an output in which each element has its own"
             )
         reach = stride * (size - 1) + reach
 

@@ -78,8 +78,7 @@ def explain_choice(judged: Sequence[Candidate], shape: DecodeShape) -> str:
     lines += [
         f"chosen: {chosen.plan.slug}",
         f"partition: {part.head_groups} head group(s) of up to {part.group_heads} heads, {part.num_splits} split(s) of "
-        "up "
-        f"to {len(part.tiles_of(0))} of {part.row_tiles} tiles; {part.main_ctas} CTAs, combine {part.combine_ctas}",
+        f"up to {len(part.tiles_of(0))} of {part.row_tiles} tiles; {part.main_ctas} CTAs, combine {part.combine_ctas}",
         f"splits: {part.why}" + (" (untuned: no measured table for this device)" if part.untuned else ""),
         f"workspace: {part.workspace_bytes} B",
     ]
