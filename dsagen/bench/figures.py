@@ -9,6 +9,8 @@ from typing import Any
 from dsagen.arch import Arch, DeviceFigures
 from dsagen.bench.data import DecodeCase
 
+CaseKey = tuple[tuple[str, Any], ...]
+
 # A run is called slower than the record beyond this share, which is above what replays of one build differ by.
 SLOWER_BY = 0.05
 
@@ -35,6 +37,7 @@ class DecodeFigures:
 
     spec: str
     slug: str
+    device: str
     case: DecodeCase
     num_splits: int
     ctas: int
@@ -72,6 +75,7 @@ class DecodeFigures:
         return {
             "spec": self.spec,
             "slug": self.slug,
+            "device": self.device,
             "case": asdict(self.case),
             "num_splits": self.num_splits,
             "ctas": self.ctas,
@@ -99,6 +103,6 @@ def figures_of(device: str, arch: Arch) -> DeviceFigures | None:
     return next((figures for figures in arch.figures if figures.device == device), None)
 
 
-def case_key(case: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+def case_key(case: Mapping[str, Any]) -> CaseKey:
     """What makes two recorded cases the same one."""
     return tuple(sorted(case.items()))

@@ -15,11 +15,11 @@ import dsagen
 from dsagen.arch import arch_for_capability
 from dsagen.bench.cases import decode_cases
 from dsagen.bench.data import DecodeCase, DecodeInputs, KvPool, decode_inputs, make_pool
-from dsagen.bench.figures import DecodeFigures, PeerFigure, case_key, figures_of, floor_us
+from dsagen.bench.figures import CaseKey, DecodeFigures, PeerFigure, case_key, figures_of, floor_us
 from dsagen.bench.peers import PEERS, DecodeCall, Peer
 from dsagen.bench.timing import eager_cost_us, graph_time_us, input_sets_for
 from dsagen.check.compare import Gates, compare_decode
-from dsagen.errors import CheckFailed
+from dsagen.errors import CheckFailed, DeviceError
 from dsagen.families.sparse_decode.reference import DecodeReference, sparse_decode_reference
 from dsagen.runtime.sparse_decode import SparseDecodePlan
 from dsagen.spec import DeploymentSpec
@@ -34,7 +34,7 @@ PEER_GATES = Gates(
 )
 
 Progress = Callable[[str], None]
-Records = Mapping[tuple[str, tuple[tuple[str, Any], ...]], float]
+Records = Mapping[CaseKey, float]
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def run_sweep(
 ) -> list[DecodeFigures]:
     """Measure every case of the specs on the current device.
 
-    `records` maps (slug, case key) to the GPU time of the last record. Raises DeviceError without a device that the
+    `records` maps a case's key to the GPU time of its last record. Raises DeviceError without a device that the
     specs declare, CheckFailed when an output is wrong. A peer that is missing, refuses or is wrong becomes a note.
     """
     figures: list[DecodeFigures] = []
@@ -79,6 +79,15 @@ def run_sweep(
             peers = tuple(measure_peer(peer, prepared) for peer in PEERS) if with_peers else ()
             figures.append(_with_context(found, peers, records or {}))
     return figures
+
+
+def current_device_name() -> str:
+    """The name of torch's current device; DeviceError without one."""
+    if not torch.cuda.is_available():
+        raise DeviceError(
+            "no CUDA device: a benchmark needs a GPU that the spec declares; `dsagen build` works without"
+        )
+    return torch.cuda.get_device_name()
 
 
 def measure_peer(peer: Peer, prepared: _Prepared) -> PeerFigure:
@@ -124,6 +133,7 @@ def _measure(kernels: Any, prepared: _Prepared) -> DecodeFigures:
     return DecodeFigures(
         spec=kernels.spec.name,
         slug=graph_plan.main_slug,
+        device=properties.name,
         case=case,
         num_splits=graph_plan.num_splits,
         ctas=graph_plan.partition.main_ctas,
@@ -179,5 +189,4 @@ def _problem(call: DecodeCall, prepared: _Prepared, gates: Gates) -> str:
 
 
 def _with_context(found: DecodeFigures, peers: tuple[PeerFigure, ...], records: Records) -> DecodeFigures:
-    record_us = records.get((found.slug, case_key(asdict(found.case))))
-    return replace(found, peers=peers, record_us=record_us)
+    return replace(found, peers=peers, record_us=records.get(case_key(asdict(found.case))))

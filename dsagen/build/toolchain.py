@@ -146,7 +146,11 @@ def _none_message(skipped: list[str]) -> str:
 
 def _probe(path: Path) -> tuple[Path, Path, str]:
     """(nvcc, ptxas, version) of the nvcc at `path`; raises _UnusableError."""
-    if not path.is_file():
+    try:
+        is_file = path.is_file()
+    except OSError as error:
+        raise _UnusableError(f"cannot be read ({error.strerror})") from None
+    if not is_file:
         raise _UnusableError("no such file")
     version = _version_of(path)
     ptxas = _find_ptxas(path)

@@ -13,7 +13,7 @@ from importlib import metadata
 
 import click
 
-from dsagen.cli import building, doctor, explaining, listing
+from dsagen.cli import building, doctor, explaining, listing, proving
 from dsagen.errors import DsagenError
 from dsagen.log import configure_logging
 
@@ -68,6 +68,8 @@ for _command in (
     listing.list_variants,
     listing.schema,
     explaining.explain,
+    proving.check,
+    proving.bench,
     doctor.doctor,
 ):
     cli.add_command(_command)

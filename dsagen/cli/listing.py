@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -19,6 +19,7 @@ from dsagen.cli.selection import (
 from dsagen.cli.table import echo_json, echo_lines, markdown
 
 if TYPE_CHECKING:
+    from dsagen.evidence import RungStatus
     from dsagen.family import Cell
 
 REFUSED = "-"
@@ -45,7 +46,7 @@ def list_variants(specs: tuple[str, ...], archs: tuple[str, ...], as_markdown: b
     if as_json:
         echo_json({"specs": [_selection_json(selection, rungs) for selection in selections]})
     else:
-        echo_lines(matrix_lines(selections, lambda cell: _rung_of(cell, rungs)))
+        echo_lines(matrix_lines(selections, lambda cell: _rung_text(cell, rungs)))
 
 
 @click.command()
@@ -63,40 +64,49 @@ def support_matrix(selections: Sequence[Selection]) -> list[str]:
     for selection in selections:
         for cell in selection.matrix.cells:
             text = f"`{cell_text(cell)}`" if cell.kept else f"refused: {cell_text(cell)}"
-            rows.append((selection.spec.name, cell.op, cell.arch, cell.role, _rung_of(cell, rungs), text))
+            rows.append((selection.spec.name, cell.op, cell.arch, cell.role, _rung_text(cell, rungs), text))
     return markdown(rows, _MARKDOWN_HEADER)
 
 
-def _rungs(selections: Sequence[Selection], with_store: bool) -> dict[str, str]:
-    """Rung by slug of every kept cell."""
+def _rungs(selections: Sequence[Selection], with_store: bool) -> dict[str, RungStatus]:
+    """Rung by slug of every kept cell, from shipped evidence and, if asked, the user's store."""
     from dsagen.build import Store
+    from dsagen.evidence import load_evidence, rung
     from dsagen.render import render
 
     store = Store.open() if with_store else None
-    found: dict[str, str] = {}
+    rows = load_evidence(store)
+    found: dict[str, RungStatus] = {}
     for plan in (plan for selection in selections for plan in selection.matrix.plans()):
         if plan.slug not in found:
             unit = render(plan)
-            compiled = store is not None and store.lookup(unit) is not None
-            found[plan.slug] = "compiled" if compiled else "planned"
+            found[plan.slug] = rung(unit, rows, store.lookup(unit) if store is not None else None)
     return found
 
 
-def _rung_of(cell: Cell, rungs: dict[str, str]) -> str:
-    return rungs[cell.variant.slug] if cell.variant is not None and cell.kept else REFUSED
+def _rung_of(cell: Cell, rungs: Mapping[str, RungStatus]) -> RungStatus | None:
+    return rungs[cell.variant.slug] if cell.variant is not None and cell.kept else None
 
 
-def _selection_json(selection: Selection, rungs: dict[str, str]) -> dict[str, Any]:
-    cells = [
-        {
+def _rung_text(cell: Cell, rungs: Mapping[str, RungStatus]) -> str:
+    status = _rung_of(cell, rungs)
+    return REFUSED if status is None else str(status)
+
+
+def _selection_json(selection: Selection, rungs: Mapping[str, RungStatus]) -> dict[str, Any]:
+    cells = []
+    for cell in selection.matrix.cells:
+        status = _rung_of(cell, rungs)
+        columns = {
             "op": cell.op,
             "role": cell.role,
             "arch": cell.arch,
             "kept": cell.kept,
             "reason": cell.refusal or None,
             "slug": cell.variant.slug if cell.variant is not None else None,
-            "rung": _rung_of(cell, rungs) if cell.kept else None,
+            "rung": status.rung.name.lower() if status is not None else None,
+            "devices": list(status.devices) if status is not None else [],
+            "note": status.note if status is not None else "",
         }
-        for cell in selection.matrix.cells
-    ]
+        cells.append(columns)
     return {"spec": selection.spec.name, "complete": not selection.matrix.refused, "cells": cells}

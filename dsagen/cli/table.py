@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import click
@@ -34,5 +35,15 @@ def echo_lines(lines: Iterable[str]) -> None:
 
 
 def echo_json(value: Any) -> None:
-    """Print one JSON document on standard output; NaN and infinity are refused, since JSON has none."""
-    click.echo(json.dumps(value, indent=1, allow_nan=False))
+    """Print one JSON document on standard output; NaN and infinities, which JSON lacks, become text."""
+    click.echo(json.dumps(_without_specials(value), indent=1, allow_nan=False))
+
+
+def _without_specials(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: _without_specials(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_specials(item) for item in value]
+    return value

@@ -27,6 +27,12 @@ def spec_file(tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.fixture
+def empty_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store in which nothing is compiled, whatever other tests have built."""
+    monkeypatch.setenv("DSAGEN_CACHE_DIR", str(tmp_path / "empty-store"))
+
+
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
     code = main(arguments)
     captured = capsys.readouterr()
@@ -62,6 +68,7 @@ def test_list_shows_every_shipped_spec_and_why_one_is_refused(capsys):
     assert "extra_kv (v41_fp4_interleaved): a second cache in the same softmax is not built yet" in line
 
 
+@pytest.mark.usefixtures("empty_store")
 def test_list_as_json(capsys, spec_file):
     (spec,) = run_json(capsys, "list", spec_file)["specs"]
     assert (spec["spec"], spec["complete"]) == ("mine", True)
@@ -95,6 +102,7 @@ def test_arch_list_knob_restricts_unless_the_option_is_given(capsys, spec_file, 
     assert "sm_90a" in run(capsys, "list", spec_file, "--arch", "sm_90a")[1]
 
 
+@pytest.mark.usefixtures("empty_store")
 def test_explain_shows_every_field_guard_and_argument(capsys):
     from dsagen.families.sparse_decode import FAMILY
     from dsagen.matrix import expand
@@ -120,6 +128,32 @@ def test_explain_as_json_is_the_plan(capsys):
     assert main_kernel["launch_guards"]
     assert combine["launch_guards"] == []
     assert explained["spec"]["heads"] == 16
+
+
+def test_explain_of_a_call_shows_choice_and_splits(capsys):
+    code, out, _ = run(capsys, "explain", "v32_h16", "--batch", "4")
+    assert code == 0
+    assert out.startswith("v32_h16 on sm_90a (NVIDIA H200, 132 multiprocessors)")
+    assert "[SD-06] 1 <= topk and topk <= topk_capacity  topk=2048  topk_capacity=2048  holds" in out
+    assert "chosen: sparse_decode-main-" in out and "workspace: " in out
+
+
+def test_explain_of_a_call_that_nothing_takes_names_the_guard(capsys):
+    code, out, _ = run(capsys, "explain", "v32_h16", "--batch", "4", "--topk", "4096")
+    assert code == 0
+    assert "refuses: indices: 4096 columns, the spec declares topk 2048" in out and "chosen: none" in out
+
+
+def test_explain_of_a_call_on_an_unmeasured_arch_asks_for_the_sm_count(capsys, spec_file):
+    out = run(capsys, "explain", spec_file, "--batch", "4")[1]
+    assert "sm_89: no device of this arch was measured: give its multiprocessors with --sms" in out
+    assert "on sm_89 (128 multiprocessors)" in run(capsys, "explain", spec_file, "--batch", "4", "--sms", "128")[1]
+
+
+def test_explain_of_a_call_has_no_json(capsys):
+    code, out, err = run(capsys, "explain", "v32_h16", "--batch", "4", "--json")
+    assert (code, out) == (2, "")
+    assert "--batch prints text only" in err
 
 
 def test_explain_of_a_refused_spec_says_why(capsys):

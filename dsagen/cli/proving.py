@@ -1,0 +1,171 @@
+"""`dsagen check` and `dsagen bench`: what needs a device."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from dsagen.cli.selection import describe_spec, json_option, select, specs_argument
+from dsagen.cli.table import aligned, echo_json, echo_lines
+from dsagen.errors import CheckFailed, DeviceError, DsagenError
+
+if TYPE_CHECKING:
+    from dsagen.bench.figures import DecodeFigures
+    from dsagen.check.report import CheckReport
+    from dsagen.spec import DeploymentSpec
+
+_RECORD = click.option(
+    "--record",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Evidence file to append to.  [default: one in the kernel store]",
+)
+
+_HEADER = (
+    "batch",
+    "GPU us",
+    "spread",
+    "floor us",
+    "x floor",
+    "TB/s",
+    "TFLOP/s",
+    "CTAs",
+    "splits",
+    "issue us",
+    "wall us",
+    "last us",
+)
+# Columns of a table that is not printed on a terminal, whose width rich would take for 80.
+_PLAIN_WIDTH = 140
+
+
+@click.command()
+@specs_argument()
+@click.option("--tier", type=click.Choice(["quick", "full"]), default="quick", show_default=True, help="Case list.")
+@click.option("--seed", type=click.IntRange(min=0), help="Replay the run that printed it.  [default: a fresh one]")
+@click.option("--only", metavar="PATTERN", help="Cases whose name matches a shell pattern; such a run is no evidence.")
+@_RECORD
+@json_option
+@click.pass_context
+def check(
+    context: click.Context,
+    specs: tuple[str, ...],
+    tier: str,
+    seed: int | None,
+    only: str | None,
+    record: Path | None,
+    as_json: bool,
+) -> None:
+    """Compare every kernel of the SPECs with the fp64 reference on this machine's device.
+
+    Without a device it proves what can be proven without one, says how many cases did not run, and exits with 5.
+    """
+    from rich.console import Console
+
+    from dsagen.check.run import run_check
+
+    verbose = context.parent is not None and context.parent.params.get("verbose", 0) > 0
+    progress = None if as_json else Console(stderr=True)
+    console = Console() if sys.stdout.isatty() else Console(width=_PLAIN_WIDTH)
+    reports = []
+    for spec in specs:
+        report = run_check(
+            spec, "full" if tier == "full" else "quick", seed=seed, only=only, console=progress, record_file=record
+        )
+        reports.append(report)
+        if not as_json:
+            report.print(console, verbose)
+    if as_json:
+        echo_json({"reports": [report.to_json() for report in reports]})
+    _require_proof(reports)
+
+
+def _require_proof(reports: Sequence[CheckReport]) -> None:
+    """CheckFailed for wrong numbers, DeviceError where nothing ran on a device."""
+    problems = []
+    for report in reports:
+        try:
+            report.require_passed()
+        except DsagenError as error:
+            problems.append(str(error))
+    if problems:
+        raise CheckFailed("\n".join(problems))
+    for report in reports:
+        if report.device is None:
+            raise DeviceError(
+                f"{report.spec}: {report.count('not_run')} device cases did not run: {report.no_device}; run "
+                "`dsagen check` on a machine with a GPU that the spec declares"
+            )
+
+
+@click.command()
+@specs_argument()
+@click.option("--peers", is_flag=True, help="Measure other libraries on the same inputs, in the same process.")
+@_RECORD
+@json_option
+def bench(specs: tuple[str, ...], peers: bool, record: Path | None, as_json: bool) -> None:
+    """Measure the SPECs' kernels on this machine's device, beside the floor and the last record.
+
+    Outputs are compared with the fp64 reference before anything is timed. Peers that are not installed are noted:
+    DSAGEN_PEER_SITE names a folder to find them in.
+    """
+    from dsagen.bench.recording import last_times_us, record_figures, slower_lines
+    from dsagen.bench.run import current_device_name, run_sweep
+
+    selections = select(specs, ())
+    for selection in selections:
+        selection.matrix.require_complete()
+    loaded = [selection.spec for selection in selections]
+    records = last_times_us(current_device_name(), record)
+    figures = run_sweep(loaded, with_peers=peers, records=records, progress=_say)
+    files: set[Path] = set()
+    for spec in loaded:
+        own = [found for found in figures if found.spec == spec.name]
+        files.update(record_figures(spec, own, record))
+        if not as_json:
+            echo_lines(_figure_lines(spec, own))
+    slower = slower_lines(figures)
+    if as_json:
+        echo_json({"figures": [found.to_json() for found in figures], "slower": slower})
+    else:
+        echo_lines([*slower, f"recorded in {', '.join(sorted(map(str, files)))}"])
+
+
+def _say(text: str) -> None:
+    click.echo(text, err=True)
+
+
+def _figure_lines(spec: DeploymentSpec, figures: Sequence[DecodeFigures]) -> list[str]:
+    """A table with a row for each case; what a peer could not do stands below it."""
+    labels = list(dict.fromkeys(peer.label for found in figures for peer in found.peers))
+    rows = []
+    for found in figures:
+        by_label = {peer.label: peer.gpu_us for peer in found.peers}
+        rows.append(
+            [
+                str(found.case.batch),
+                f"{found.gpu_us:.1f}",
+                f"{found.spread:.1%}",
+                _number(found.floor_us, ".1f"),
+                _number(found.floor_ratio, ".2f"),
+                f"{found.record_bytes_per_s / 1e12:.2f}",
+                f"{found.flops_per_s / 1e12:.0f}",
+                str(found.ctas),
+                str(found.num_splits),
+                f"{found.issue_us:.1f}",
+                f"{found.wall_us:.1f}",
+                _number(found.record_us, ".1f"),
+                *(_number(by_label.get(label), ".1f") for label in labels),
+            ]
+        )
+    notes = dict.fromkeys(f"{peer.label}: {peer.note}" for found in figures for peer in found.peers if peer.note)
+    device = figures[0].device if figures else ""
+    title = f"{spec.name}: {describe_spec(spec)} on {device}"
+    return [title, *aligned(rows, [*_HEADER, *labels], indent=2), *(f"  {note}" for note in notes)]
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
