@@ -29,7 +29,6 @@ from dsagen.runtime.sparse_decode import (
     check_index_values,
     make_outputs,
     require_scale,
-    spec_arguments,
 )
 from dsagen.spec import DeploymentSpec, load_spec
 
@@ -93,7 +92,6 @@ class Kernels:
         self._driver = open_driver()
         self._loader = Loader(self._driver, read)
         self._binder = DecodeBinder(spec, self._driver)
-        self._spec_arguments = spec_arguments(spec)
         self._devices: dict[int, DeviceKernels] = {}
         self._plans = PlanCache()
         self._lock = threading.RLock()
@@ -230,7 +228,7 @@ class Kernels:
         results = make_outputs(tensors, self.spec.dims.d_v)
         if binding.batch * binding.s_q:
             call = call_arguments(tensors, *results, scale)
-            plan.launch({**self._spec_arguments, **binding.arguments, **call}, stream)
+            plan.launch(binding.arguments, call, stream)
         return results
 
     def _shared_plan(self, key: PlanKey) -> SparseDecodePlan:

@@ -59,7 +59,7 @@ class DecodeTensors(NamedTuple):
 
 @dataclass(frozen=True)
 class Binding:
-    """What checked tensors say: shape, device, and every argument that follows from shapes and strides.
+    """What checked tensors say: shape, device, and every argument that follows from spec, shapes and strides.
 
     `span_bytes` is, by tensor name, from its first byte to the end of its last element.
     """
@@ -126,7 +126,7 @@ class DecodeBinder:
         multiplier, shift = page_divisor(arguments["page_size"])
         shape = {"s_q": s_q, "heads": heads, "topk": topk, "page_multiplier": multiplier, "page_shift": shift}
         spans = {name: span_bytes(tensor) for name, tensor in t.given()}
-        return Binding(batch, s_q, topk, t.q.device, spans, {**arguments, **shape})
+        return Binding(batch, s_q, topk, t.q.device, spans, {**spec_arguments(spec), **arguments, **shape})
 
     def _pages(self, k_cache: torch.Tensor) -> dict[str, int]:
         """Geometry of the pool. Strides of a single page, or of one-token pages, are what they would be."""
@@ -218,13 +218,13 @@ class SparseDecodePlan:
                     "with plan_sparse_decode"
                 )
 
-    def launch(self, arguments: Mapping[str, Number], stream: int) -> None:
-        """Launch the op's kernels; `arguments` hold what the plan does not know."""
+    def launch(self, bound: Mapping[str, Number], call: Mapping[str, Number], stream: int) -> None:
+        """Launch the op's kernels with the arguments of a binding and those of the call."""
         # One lock for both kernels: a second thread's main kernel must not come between them.
         with self._lock:
             if stream != self._stream:
                 self._bind(stream)
-            values = {**self._arguments, **arguments}
+            values = {**self._arguments, **bound, **call}
             for launch in self._launches:
                 launch(values)
 

@@ -94,6 +94,7 @@ def test_block_of_an_unsplit_call():
     assert record.config.smem_bytes == main.smem_bytes
     assert not record.config.overlaps_previous
     assert plan.workspace is None and plan.workspace_bytes == 0
+    assert plan.main_slug == main.slug
 
 
 def test_split_calls_launch_the_combine_behind_the_main_kernel():
