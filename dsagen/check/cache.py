@@ -92,6 +92,11 @@ def encode(element: ElementType, values: Tensor) -> Tensor:
     return values.to(_TORCH_DTYPES[element]).contiguous().view(torch.uint8)
 
 
+def power_of_two(exponent: Tensor) -> Tensor:
+    """fp32 2^exponent for whole exponents in -126 .. 127, made of bits since exp2 and pow may round on a device."""
+    return ((exponent.int() + 127) << 23).view(torch.float32)
+
+
 def _scales(record: KvFormat, amax: Tensor, rule: ScaleRule) -> Tensor:
     if record.scale_kind is ScaleKind.E4M3:
         return (amax / _FP4_MAX).clamp(2.0**-9, _FP8_MAX).to(torch.float8_e4m3fn).float()
@@ -99,7 +104,7 @@ def _scales(record: KvFormat, amax: Tensor, rule: ScaleRule) -> Tensor:
     if rule is ScaleRule.RAW:
         return scale.clamp_min(torch.finfo(torch.float32).tiny)
     mantissa, exponent = torch.frexp(scale.clamp_min(_MIN_SCALE))
-    return torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int())
+    return power_of_two(exponent - (mantissa == 0.5).int())
 
 
 def _encode_fp4(values: Tensor) -> Tensor:

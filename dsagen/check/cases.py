@@ -127,9 +127,14 @@ class DecodeCase:
         return self.batch * self.s_q
 
 
-def decode_cases(tier: Tier, tile_tokens: int, record_bytes: int) -> tuple[DecodeCase, ...]:
-    """The cases of a tier for a kernel with tiles of `tile_tokens` and cache records of `record_bytes`."""
-    adversarial = tuple(adversarial_cases(tile_tokens))
+def decode_cases(tier: Tier, tile_tokens: int, record_bytes: int, keeps_nan: bool = True) -> tuple[DecodeCase, ...]:
+    """The cases of a tier for a kernel with tiles of `tile_tokens` and cache records of `record_bytes`.
+
+    `keeps_nan` False leaves out NaN in selected tokens, for kernels that declare to read NaN codes as numbers.
+    """
+    adversarial = tuple(
+        case for case in adversarial_cases(tile_tokens) if keeps_nan or case.values is not Values.NAN_SELECTED
+    )
     probes = tuple(probe_cases())
     if tier == "quick":
         peers = tuple(case for case in peer_cases() if case.batch == PEER_BATCHES[0] and case.s_q == PEER_QUERIES[-1])

@@ -37,12 +37,16 @@ class Gates:
     lse_cos: float = 5e-6
     lse_limit: float = 1e-3
 
+    def for_logits(self, peak: float) -> Gates:
+        """Gates for logits up to `peak`: their rounding shows in an lse that happens to be near 0."""
+        return replace(self, lse_abs=self.lse_abs + _LOGIT_ERROR * peak)
+
     def for_peak(self, peak: float) -> Gates:
         """Gates for values of any magnitude and logits up to `peak`, whose own rounding then shows in the weights."""
         logit_error = _LOGIT_ERROR * peak
         group_error = self.group_error + 2 * logit_error
         return replace(
-            self,
+            self.for_logits(peak),
             out_abs=0.0,
             out_abs_rms=2e-2 + 10 * logit_error,
             out_cos=self.out_cos + group_error**2,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsagen.check.cache import allocate_cache, encode, natural_rule, quantise_rows, write_tokens
+from dsagen.check.cache import allocate_cache, encode, natural_rule, power_of_two, quantise_rows, write_tokens
 from dsagen.check.cases import DecodeCase, Ids, Lengths, Values
 from dsagen.dtype import E4M3
 from dsagen.kv_format import KvFormat, ScaleKind
@@ -253,9 +253,8 @@ class _Draw:
         if self.case.values is Values.WILD_SCALES:
             kinds = self.integers(0, 3, count, groups)
         exponents = self.uniform(count, groups) * 6 - 4
-        if self.record.scale_kind in (ScaleKind.FP32_POW2, ScaleKind.UE8M0):
-            exponents = exponents.floor()
-        arbitrary = exponents.exp2()
+        only_powers = self.record.scale_kind in (ScaleKind.FP32_POW2, ScaleKind.UE8M0)
+        arbitrary = power_of_two(exponents.floor()) if only_powers else exponents.exp2()
         if self.case.values is Values.SUBNORMAL or self.record.scale_kind is ScaleKind.E4M3:
             return arbitrary
         fixed = torch.tensor((2.0**-13, 2.0**7), device=self.device)

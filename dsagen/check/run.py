@@ -17,12 +17,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from dsagen import knobs
+from dsagen.arch import arch as arch_row
 from dsagen.arch import arch_for_capability
 from dsagen.check.cases import DecodeCase, Probe, Tier, decode_cases
 from dsagen.check.host import host_proofs
 from dsagen.check.probes import CaseRun, DecodeKernels, NotRunError, WrongResultError
 from dsagen.check.recording import record_report
 from dsagen.check.report import CaseResult, CheckReport
+from dsagen.dtype import E4M3
 from dsagen.errors import DeviceError, DsagenError, KnobError, SpecError
 from dsagen.matrix import expand
 from dsagen.plan import KernelPlan
@@ -160,7 +162,10 @@ def cases_of(spec: DeploymentSpec, arch: str, tier: Tier, only: str | None = Non
     matrix = expand(spec, (arch,))
     matrix.require_complete()
     main = main_plan(matrix.plans())
-    cases = decode_cases(tier, main.constant("kTileTokens"), spec.kv_format.record_bytes)
+    record = spec.kv_format
+    # Without a conversion instruction e4m3 codes are shifted into place, and code 0x7F reads as 480.
+    keeps_nan = arch_row(arch).has_e4m3_cvt or record.segment("values").element is not E4M3
+    cases = decode_cases(tier, main.constant("kTileTokens"), record.record_bytes, keeps_nan)
     if only is None:
         return cases
     chosen = tuple(case for case in cases if fnmatch.fnmatchcase(case.name, only))

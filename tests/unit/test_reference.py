@@ -9,6 +9,7 @@ import torch
 
 from dsagen.check.cache import ScaleRule, allocate_cache, natural_rule, quantise_rows, write_tokens
 from dsagen.check.compare import Gates, compare_decode
+from dsagen.families.sparse_decode import reference
 from dsagen.families.sparse_decode.reference import CacheBytes, combine_reference, read_tokens, sparse_decode_reference
 from dsagen.kv_format import KV_FORMATS, kv_format
 
@@ -242,3 +243,35 @@ def test_split_and_merged_equals_whole():
     )
     torch.testing.assert_close(out, whole.out, rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(lse, whole.lse, rtol=1e-12, atol=1e-12)
+
+
+def test_chosen_rows_equal_those_of_the_whole():
+    record = kv_format("v32")
+    caches = allocate_cache(record, 3, 4, "cpu")
+    write_tokens(
+        record, caches, torch.arange(12), quantise_rows(record, torch.randn(12, 576).bfloat16(), ScaleRule.POW2)
+    )
+    q = torch.randn(3, 2, 2, 576).bfloat16()
+    indices = torch.randint(-2, 12, (3, 2, 9), dtype=torch.int32)
+    lengths = torch.tensor([[9, 2], [0, 5], [12, -1]], dtype=torch.int32)
+    whole = sparse_decode_reference(q, record, caches, indices, sm_scale=0.05, topk_length=lengths)
+    rows = torch.tensor([5, 0, 3])
+    some = sparse_decode_reference(q, record, caches, indices, sm_scale=0.05, topk_length=lengths, rows=rows)
+    assert torch.equal(some.out, whole.out[rows]) and torch.equal(some.lse, whole.lse[rows])
+    # A length past the row is the row's, one below 0 is none.
+    assert whole.lse[5].isposinf().all() and (whole.out[5] == 0).all() and whole.lse[4].isfinite().all()
+
+
+def test_chunks_do_not_matter(monkeypatch):
+    record = kv_format("v32")
+    caches = allocate_cache(record, 3, 4, "cpu")
+    write_tokens(
+        record, caches, torch.arange(12), quantise_rows(record, torch.randn(12, 576).bfloat16(), ScaleRule.POW2)
+    )
+    q = torch.randn(3, 2, 2, 576).bfloat16()
+    indices = torch.randint(-2, 12, (3, 2, 9), dtype=torch.int32)
+    whole = sparse_decode_reference(q, record, caches, indices, sm_scale=0.05)
+    monkeypatch.setattr(reference, "CHUNK_BYTES_CPU", 1)
+    single = sparse_decode_reference(q, record, caches, indices, sm_scale=0.05)
+    torch.testing.assert_close(single.out, whole.out, rtol=1e-12, atol=1e-14)
+    assert single.peak == pytest.approx(whole.peak)
