@@ -40,9 +40,9 @@ _COMPARE: dict[type[ast.cmpop], tuple[Callable[[int, int], bool], str]] = {
 class Guard:
     """One limit.
 
-    `guard_id` is printed in brackets in front of every message. `when` says at which stage all names are known. `message`
-    is a format string over the expression's names (and any other names given at the check) that says the field, its value,
-    the limit and the way out.
+    `guard_id` is printed in brackets in front of every message. `when` says at which stage all names are known.
+    `message` is a format string over the expression's names (and any other names given at the check) that says the
+    field, its value, the limit and the way out.
     """
 
     guard_id: str

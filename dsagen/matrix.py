@@ -1,4 +1,4 @@
-"""The instantiation matrix of a deployment: every cell listed, kept or refused with a reason, before anything compiles."""
+"""The instantiation matrix of a deployment: every cell, kept or refused with a reason, before anything compiles."""
 
 from __future__ import annotations
 

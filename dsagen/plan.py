@@ -119,10 +119,10 @@ class CheckedGuard:
 class KernelPlan:
     """Everything that rendering, building, loading and launching one variant need to agree on.
 
-    `template` renders it; `constants` become one C++ struct; `params` is the argument block, packed as given. The launch
-    is `grid` CTAs (an expression over run-time names, for people; the family's op computes it) of `threads` threads with
-    `smem_bytes` of dynamic shared memory. `overlaps_previous` marks a kernel that waits for its predecessor inside
-    (programmatic dependent launch where the arch has it).
+    `template` renders it; `constants` become one C++ struct; `params` is the argument block, packed as given. The
+    launch is `grid` CTAs (an expression over run-time names, for people; the family's op computes it) of `threads`
+    threads with `smem_bytes` of dynamic shared memory. `overlaps_previous` marks a kernel that waits for its
+    predecessor inside (programmatic dependent launch where the arch has it).
     """
 
     variant: Variant

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -209,9 +209,11 @@ def test_a_warm_build_takes_at_most_a_second(spec_file, tmp_path):
     assert run_process(*command).returncode == 0
     durations = []
     for _ in range(3):
-        start = time.monotonic()
+        # Processor time, since the wall clock of a busy machine says nothing of the build.
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         assert "0 compiled" in run_process(*command).stdout
-        durations.append(time.monotonic() - start)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        durations.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert min(durations) <= 1.0
 
 

@@ -35,8 +35,8 @@ PLAN_GUARDS: tuple[Guard, ...] = (
         "SD-05",
         "plan",
         "row_bytes % 16 == 0 and row_pitch_bytes % 32 == 16",
-        "row of {row_bytes} B at pitch {row_pitch_bytes} B: rows are copied 16 B at a time and the pitch must be an odd "
-        "multiple of 16 B to be free of bank conflicts",
+        "row of {row_bytes} B at pitch {row_pitch_bytes} B: rows are copied 16 B at a time and the pitch must be an "
+        "odd multiple of 16 B to be free of bank conflicts",
     ),
 )
 
@@ -45,15 +45,15 @@ LAUNCH_GUARDS: tuple[Guard, ...] = (
         "SD-04",
         "launch",
         "num_splits == 1 or tile_tokens * (num_splits - 1) < topk",
-        "num_splits {num_splits}: {topk} index columns in tiles of {tile_tokens} tokens are {all_tiles} tiles, so at least "
-        "one split could never hold a token. Use num_splits <= {all_tiles}",
+        "num_splits {num_splits}: {topk} index columns in tiles of {tile_tokens} tokens are {all_tiles} tiles, so at "
+        "least one split could never hold a token. Use num_splits <= {all_tiles}",
     ),
     Guard(
         "SD-06",
         "launch",
         "1 <= topk and topk <= topk_capacity",
-        "indices: {topk} columns, the spec declares topk {topk_capacity}: pass 1..{topk_capacity} columns or raise `topk` "
-        "in the spec",
+        "indices: {topk} columns, the spec declares topk {topk_capacity}: pass 1..{topk_capacity} columns or raise "
+        "`topk` in the spec",
     ),
     Guard(
         "SD-07",
@@ -71,7 +71,8 @@ LAUNCH_GUARDS: tuple[Guard, ...] = (
         "SD-09",
         "launch",
         "pool_tokens <= 2147483647",
-        "k_cache: {pool_tokens} tokens cannot be addressed by int32 indices, at most 2147483647 can: pass a smaller pool",
+        "k_cache: {pool_tokens} tokens cannot be addressed by int32 indices, at most 2147483647 can: pass a smaller "
+        "pool",
     ),
     Guard(
         "SD-10",
@@ -83,15 +84,16 @@ LAUNCH_GUARDS: tuple[Guard, ...] = (
         "SD-11",
         "launch",
         "page_stride_bytes % 16 == 0 and row_stride_bytes % 16 == 0 and k_cache_address % 16 == 0",
-        "k_cache: base address {k_cache_address:#x}, page stride {page_stride_bytes} B and row stride {row_stride_bytes} B "
-        "must be multiples of 16 B: pad the pages",
+        "k_cache: base address {k_cache_address:#x}, page stride {page_stride_bytes} B and row stride "
+        "{row_stride_bytes} B must be multiples of 16 B: pad the pages",
     ),
     Guard(
         "SD-12",
         "launch",
         "row_stride_bytes == io_row_stride_bytes and (pages == 1 or page_stride_bytes >= page_bytes)",
-        "k_cache: row stride {row_stride_bytes} B and page stride {page_stride_bytes} B do not hold pages of {page_size} rows "
-        "of {io_row_stride_bytes} B ({page_bytes} B): rows of a page must be adjacent and pages must not overlap",
+        "k_cache: row stride {row_stride_bytes} B and page stride {page_stride_bytes} B do not hold pages of "
+        "{page_size} rows of {io_row_stride_bytes} B ({page_bytes} B): rows of a page must be adjacent and pages must "
+        "not overlap",
     ),
     Guard(
         "SD-13",
@@ -104,7 +106,7 @@ LAUNCH_GUARDS: tuple[Guard, ...] = (
         "SD-14",
         "launch",
         "out_address % 4 == 0 and out_stride_b % 2 == 0 and out_stride_s % 2 == 0 and out_stride_h % 2 == 0",
-        "out: address {out_address:#x} and strides ({out_stride_b}, {out_stride_s}, {out_stride_h}) elements: rows must "
-        "start at multiples of 4 B, so strides must be even",
+        "out: address {out_address:#x} and strides ({out_stride_b}, {out_stride_s}, {out_stride_h}) elements: rows "
+        "must start at multiples of 4 B, so strides must be even",
     ),
 )
