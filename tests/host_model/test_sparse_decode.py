@@ -1,0 +1,141 @@
+"""The bodies of sparse decode, run on the CPU against an fp64 reference: indices, layouts, masks, splits, barriers."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import numpy as np
+import pytest
+from host import COMPILER
+from sparse_case import Case, check, heads_per_block, launch, make_inputs
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+
+INF = float("inf")
+LONG_TAIL = (200, 0, 1, 77)
+
+CASES = (
+    # Head counts, with and without several groups: N a multiple of 8 below and above a warp's share.
+    Case(heads=1, topk=130),
+    Case(heads=8, topk=200),
+    Case(heads=16, topk=1),
+    Case(heads=16, topk=63),
+    Case(heads=17, topk=65),
+    Case(heads=24, topk=130, batch=1),
+    Case(heads=40, topk=65, batch=1),
+    Case(heads=40, group=24, topk=130, batch=1),
+    Case(heads=64, topk=65, batch=1),
+    Case(heads=64, group=16, topk=65, batch=1),
+    # Page sizes that are and are not powers of two, pages with padding between them.
+    Case(page_size=1, topk=63),
+    Case(page_size=2, page_padding=1),
+    Case(page_size=61, page_padding=3, topk=130),
+    Case(page_size=64, page_padding=64),
+    # Ids that are not there, columns past the length, rows without any token.
+    Case(invalid=0.3, topk=200),
+    Case(invalid=0.97, topk=130),
+    Case(invalid=1.0),
+    Case(batch=4, topk=200, lengths=LONG_TAIL, invalid=0.1),
+    Case(batch=4, topk=130, lengths=(-5, 64, 128, 2**31 - 1)),
+    Case(batch=2, s_q=2, topk=65, lengths=(65, 3)),
+    Case(batch=2, s_q=2, topk=65, lengths=(0, 65, 1, 64), invalid=0.2, base2=True),
+    # Splits: even, uneven, some of them empty.
+    Case(splits=2, topk=65),
+    Case(splits=2, topk=200, s_q=2, batch=1, invalid=0.2),
+    Case(splits=3, topk=200, heads=17, batch=1),
+    Case(splits=3, batch=4, topk=200, lengths=LONG_TAIL, sinks=(0.0, INF, -INF, 3.5), base2=True),
+    Case(splits=2, topk=130, invalid=1.0, sinks=(1.0,)),
+    Case(splits=2, topk=130, lengths=(64, 65), group=8, page_size=61),
+    # Sinks.
+    Case(sinks=(0.0, INF, -INF, 2.0, -30.0, 100.0), invalid=0.2),
+    Case(sinks=(INF, 1.0), lengths=(0, 65)),
+    # Strides with gaps everywhere.
+    Case(strided=True, s_q=2, lengths=(65, 30)),
+    Case(strided=True, splits=2, heads=17, topk=130, page_padding=1, batch=1),
+    # Logits that outgrow the softmax reference tile after tile, in few and in all heads, within and across splits.
+    Case(ramp=100.0, topk=200),
+    Case(ramp=300.0, topk=200, invalid=0.3, heads=24, batch=1),
+    Case(ramp=100.0, topk=200, splits=2, sinks=(10.0,)),
+    Case(q_scale=40.0, topk=200),
+    Case(q_scale=2.0**-60, topk=65),
+    # Magnitudes far from one, and heads without meaning (padding of a caller), which must not disturb the others.
+    Case(row_scale=2.0**-70, topk=130),
+    Case(row_scale=2.0**40, q_scale=2.0**-40, topk=130, splits=2),
+    Case(poisoned_heads=(3, 4, 15), topk=200, ramp=80.0),
+    Case(poisoned_columns=(47,), topk=200, ramp=300.0),
+    Case(poisoned_columns=(3, 70, 199), topk=200, ramp=100.0, splits=2),
+    Case(poisoned_heads=(0, 9), heads=24, topk=130, splits=2, batch=1),
+)  # fmt: skip
+
+# The same call in other shapes of the kernel.
+SHAPES = (
+    Case(arch="sm_80"),
+    Case(arch="sm_86"),
+    Case(arch="sm_89", heads=24),
+    Case(arch="sm_80", heads=64, batch=1),
+    Case(arch="sm_86", fmt="bf16", heads=8),
+    Case(tile=(32, 8, 2)),
+    Case(tile=(32, 8, 4), heads=40),
+    Case(tile=(16, 4, 2), heads=8),
+    Case(tile=(16, 4, 3), heads=24),
+    Case(tile=(64, 8, 2), heads=32),
+    Case(tile=(32, 4, 3, 2)),
+    Case(tile=(32, 4, 2, 2), heads=40),
+    Case(tile=(16, 4, 2, 2), heads=8),
+    Case(tile=(64, 8, 2, 2), heads=8),
+    Case(tile=(32, 8, 2, 2), heads=24),
+    Case(fmt="bf16", heads=8),
+    Case(fmt="bf16", heads=24),
+    Case(fmt="bf16", heads=16, tile=(32, 4, 2, 2)),
+    Case(fmt="bf16", arch="sm_80", heads=16),
+    Case(fmt="bf16_d512", heads=16),
+    Case(fmt="v32_nope", heads=16),
+    Case(fmt="v32_pow2", heads=16),
+)
+
+
+def label(case: Case) -> str:
+    """What distinguishes a case."""
+    default = Case()
+    parts = [
+        f"{f.name}={getattr(case, f.name)}" for f in fields(Case) if getattr(case, f.name) != getattr(default, f.name)
+    ]
+    return " ".join(parts).replace("'", "") or "default"
+
+
+@pytest.mark.parametrize("case", CASES, ids=label)
+@pytest.mark.parametrize("fmt", ["v32", "bf16"])
+def test_results(case: Case, fmt: str) -> None:
+    check(Case(**{**vars(case), "fmt": fmt}))
+
+
+@pytest.mark.parametrize("case", SHAPES, ids=label)
+@pytest.mark.parametrize("ramp", [0.0, 90.0])
+def test_shapes(case: Case, ramp: float) -> None:
+    check(Case(**{**vars(case), "topk": 130, "splits": 2, "invalid": 0.15, "ramp": ramp, "sinks": (0.5,), "batch": 1}))
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_ramp_takes_the_slow_path(splits: int) -> None:
+    case = Case(topk=200, splits=splits)
+    level, rising = check(case), check(Case(topk=200, splits=splits, ramp=120.0))
+    # The first tile raises the reference in any case; with a ramp later ones do too. Each time costs barriers.
+    assert rising.counts.barriers > level.counts.barriers
+
+
+def test_results_do_not_depend_on_the_schedule() -> None:
+    case = Case(heads=24, topk=200, batch=1, ramp=60.0, invalid=0.1)
+    inputs = make_inputs(case)
+    first = launch(case, inputs)
+    for seed in range(2, 5):
+        again = launch(Case(**{**vars(case), "seed": seed}), inputs)
+        assert np.array_equal(first.out, again.out)
+        assert np.array_equal(first.lse, again.lse)
+
+
+def test_results_do_not_depend_on_the_groups_of_heads() -> None:
+    case = Case(heads=16, topk=130, batch=1)
+    assert heads_per_block(case) == 16
+    inputs = make_inputs(case)
+    whole, halves = launch(case, inputs), launch(Case(**{**vars(case), "group": 8}), inputs)
+    assert np.abs(whole.lse - halves.lse).max() < 1e-5
