@@ -27,7 +27,7 @@ class Case:
     heads: int = 16
     arch: str = "sm_90a"
     group: int = 0  # heads_n to plan for, 0: what the matrix picks
-    tile: tuple[int, ...] | None = None  # tile tokens, warps of a team, stages, teams; None: what the plan picks
+    tile: tuple[tuple[str, int], ...] = ()  # fields of the geometry, as shape() gives them; none: what the plan picks
     batch: int = 2
     s_q: int = 1
     topk: int = 65
@@ -42,6 +42,7 @@ class Case:
     ] = ()  # index columns of request 0 whose rows hold NaN; its results then do not count
     strided: bool = False
     ramp: float = 0.0
+    base: float = 0.0  # log2 units added to every logit
     q_scale: float = 1.0
     row_scale: float = 1.0  # factor on scales, or on values where there are none
     poisoned_heads: tuple[int, ...] = ()  # heads whose q is NaN or, for every other one, infinity
@@ -49,8 +50,13 @@ class Case:
     seed: int = 1
 
 
+def shape(tile_tokens: int, warps: int, stages: int, **fields: int) -> tuple[tuple[str, int], ...]:
+    """A kernel geometry other than the preferred one."""
+    return (("tile_tokens", tile_tokens), ("warps", warps), ("stages", stages), *fields.items())
+
+
 @cache
-def main_kernel(fmt: str, heads_n: int, arch_name: str, tile: tuple[int, ...] | None) -> HostKernel:
+def main_kernel(fmt: str, heads_n: int, arch_name: str, tile: tuple[tuple[str, int], ...]) -> HostKernel:
     """Compiled main kernel of a variant."""
     record = kv_format(fmt)
     axes = (
@@ -61,7 +67,7 @@ def main_kernel(fmt: str, heads_n: int, arch_name: str, tile: tuple[int, ...] | 
         ("smem", arch_row(arch_name).smem_class),
     )
     variant = Variant(NAME, "main", "mma_sync", arch_name, axes)
-    return HostKernel(plan_main(variant, Geometry(heads_n, *tile) if tile else None))
+    return HostKernel(plan_main(variant, Geometry(heads_n, **dict(tile)) if tile else None))
 
 
 @cache
@@ -133,7 +139,7 @@ def make_inputs(case: Case) -> Inputs:
     indices = indices_buffer[:, :, : case.topk]
     lengths = None if case.lengths is None else np.array(case.lengths, np.int32)
     ids, level = _selected(case, indices, lengths, tokens)
-    rows, dequantised = _rows(case, random, len(ids), case.ramp * level)
+    rows, dequantised = _rows(case, random, len(ids), case.base + case.ramp * level)
     row_bytes = record.io_stride_bytes
     page_stride = (case.page_size + case.page_padding) * row_bytes
     pool = np.full((pages - 1) * page_stride + case.page_size * row_bytes, 0xFF, np.uint8)
@@ -151,7 +157,7 @@ def make_inputs(case: Case) -> Inputs:
     q = q_buffer[:, :, : case.heads, : record.d_qk]
     values = random.standard_normal(q.shape) * case.q_scale
     scale = record.d_qk**-0.5
-    if case.ramp:
+    if case.ramp or case.base:
         # With keys' last 64 dims at `level` this adds level log2 units; other heads rise less, not at all, or fall.
         steepness = np.resize([1.0, 0.0, 0.4, -1.0, 0.9], case.heads)[:, None]
         values[..., -64:] = steepness / (64 * scale * LOG2_E)

@@ -7,7 +7,7 @@ from dataclasses import fields
 import numpy as np
 import pytest
 from host import COMPILER
-from sparse_case import Case, check, heads_per_block, launch, make_inputs
+from sparse_case import Case, check, heads_per_block, launch, make_inputs, shape
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
@@ -45,10 +45,12 @@ CASES = (
     Case(splits=3, topk=200, heads=17, batch=1),
     Case(splits=3, batch=4, topk=200, lengths=LONG_TAIL, sinks=(0.0, INF, -INF, 3.5), base2=True),
     Case(splits=2, topk=130, invalid=1.0, sinks=(1.0,)),
+    Case(splits=36, topk=2240, heads=8, batch=1),
     Case(splits=2, topk=130, lengths=(64, 65), group=8, page_size=61),
     # Sinks.
     Case(sinks=(0.0, INF, -INF, 2.0, -30.0, 100.0), invalid=0.2),
     Case(sinks=(INF, 1.0), lengths=(0, 65)),
+    Case(sinks=(-INF, INF, 0.0), lengths=(0, 65), invalid=0.1),
     # Strides with gaps everywhere.
     Case(strided=True, s_q=2, lengths=(65, 30)),
     Case(strided=True, splits=2, heads=17, topk=130, page_padding=1, batch=1),
@@ -56,7 +58,9 @@ CASES = (
     Case(ramp=100.0, topk=200),
     Case(ramp=300.0, topk=200, invalid=0.3, heads=24, batch=1),
     Case(ramp=100.0, topk=200, splits=2, sinks=(10.0,)),
+    Case(base=-300.0, topk=130, invalid=0.4),
     Case(q_scale=40.0, topk=200),
+    Case(q_scale=2.0**-118),
     Case(q_scale=2.0**-60, topk=65),
     # Magnitudes far from one, and heads without meaning (padding of a caller), which must not disturb the others.
     Case(row_scale=2.0**-70, topk=130),
@@ -74,19 +78,19 @@ SHAPES = (
     Case(arch="sm_89", heads=24),
     Case(arch="sm_80", heads=64, batch=1),
     Case(arch="sm_86", fmt="bf16", heads=8),
-    Case(tile=(32, 8, 2)),
-    Case(tile=(32, 8, 4), heads=40),
-    Case(tile=(16, 4, 2), heads=8),
-    Case(tile=(16, 4, 3), heads=24),
-    Case(tile=(64, 8, 2), heads=32),
-    Case(tile=(32, 4, 3, 2)),
-    Case(tile=(32, 4, 2, 2), heads=40),
-    Case(tile=(16, 4, 2, 2), heads=8),
-    Case(tile=(64, 8, 2, 2), heads=8),
-    Case(tile=(32, 8, 2, 2), heads=24),
+    Case(tile=shape(32, 8, 2)),
+    Case(tile=shape(32, 8, 4), heads=40),
+    Case(tile=shape(16, 4, 2), heads=8),
+    Case(tile=shape(16, 4, 3), heads=24),
+    Case(tile=shape(64, 8, 2), heads=32),
+    Case(tile=shape(32, 4, 3, teams=2)),
+    Case(tile=shape(32, 4, 2, teams=2), heads=40),
+    Case(tile=shape(16, 4, 2, teams=2), heads=8),
+    Case(tile=shape(64, 8, 2, teams=2), heads=8),
+    Case(tile=shape(32, 8, 2, teams=2), heads=24),
     Case(fmt="bf16", heads=8),
     Case(fmt="bf16", heads=24),
-    Case(fmt="bf16", heads=16, tile=(32, 4, 2, 2)),
+    Case(fmt="bf16", heads=16, tile=shape(32, 4, 2, teams=2)),
     Case(fmt="bf16", arch="sm_80", heads=16),
     Case(fmt="bf16_d512", heads=16),
     Case(fmt="v32_nope", heads=16),
@@ -97,9 +101,9 @@ SHAPES = (
 def label(case: Case) -> str:
     """What distinguishes a case."""
     default = Case()
-    parts = [
-        f"{f.name}={getattr(case, f.name)}" for f in fields(Case) if getattr(case, f.name) != getattr(default, f.name)
-    ]
+    values = {f.name: getattr(case, f.name) for f in fields(Case)}
+    values["tile"] = "/".join(f"{name}={value}" for name, value in case.tile)
+    parts = [f"{name}={value}" for name, value in values.items() if value and value != getattr(default, name)]
     return " ".join(parts).replace("'", "") or "default"
 
 
