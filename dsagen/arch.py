@@ -82,6 +82,11 @@ class Arch:
         return self.compute_capability >= (9, 0)
 
     @property
+    def has_setmaxnreg(self) -> bool:
+        """Whether warpgroups can hand registers to each other."""
+        return self.compute_capability >= (9, 0) and self.suffix == "a"
+
+    @property
     def virtual(self) -> str:
         """The PTX target that belongs to it, such as `compute_90a`."""
         return "compute_" + self.name.removeprefix("sm_")

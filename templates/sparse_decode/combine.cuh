@@ -7,15 +7,14 @@
 #include "prims/ptx/convert.cuh"
 #include "prims/ptx/memory.cuh"
 #include "prims/ptx/thread.cuh"
+#include "sparse_decode/constants.cuh"
 
 namespace sparse_decode {
-
-constexpr float kLog2E = 1.4426950408889634f;
-constexpr float kInfinity = __builtin_huge_valf();
 
 template <class C, class Params>
 struct Combine {
   static constexpr int kThreads = C::kValueDims / 4;
+  static constexpr int kAtOnce = 8;  // loads in flight; divides 32
   static_assert(C::kValueDims % 128 == 0, "a warp covers 128 dims");
 
   static DSA_DEVICE void run(const Params& p) {
@@ -78,15 +77,23 @@ struct Combine {
     for (int first = 0; first < p.num_splits; first += 32) {
       const float weight = ptx::exp2_approx(split_lse(lse, p, first + lane) - weight_base);
       const int count = p.num_splits - first < 32 ? p.num_splits - first : 32;
-#pragma unroll 8
-      for (int j = 0; j < count; ++j) {
-        const float w = ptx::float_of(ptx::shuffle(ptx::bits_of(weight), j));
-        if (w == 0.0f) continue;  // not even read: an empty split leaves its partial unwritten
-        const Words4 o = ptx::load_global_16(partial + (first + j) * split_stride);
-        out[0] += w * ptx::float_of(o.x);
-        out[1] += w * ptx::float_of(o.y);
-        out[2] += w * ptx::float_of(o.z);
-        out[3] += w * ptx::float_of(o.w);
+#pragma unroll 1
+      for (int j = 0; j < count; j += kAtOnce) {
+        Words4 o[kAtOnce];
+        float w[kAtOnce];
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k) {
+          w[k] = ptx::float_of(ptx::shuffle(ptx::bits_of(weight), j + k));
+          // An empty split leaves its partial unwritten: without weight it is not read. Past the last split weights are 0.
+          o[k] = ptx::load_global_16_if(w[k] != 0.0f, partial + (first + j + k) * split_stride);
+        }
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k) {
+          out[0] += w[k] * ptx::float_of(o[k].x);
+          out[1] += w[k] * ptx::float_of(o[k].y);
+          out[2] += w[k] * ptx::float_of(o[k].z);
+          out[3] += w[k] * ptx::float_of(o[k].w);
+        }
       }
     }
   }

@@ -8,11 +8,13 @@ from dsagen.arch import Arch
 from dsagen.arch import arch as arch_row
 from dsagen.families.sparse_decode.geometry import (
     Encoding,
+    STAGE_TOKENS,
     Geometry,
     encoding_of,
     fitting_geometry,
     heads_per_cta,
     odd_pitch_bytes,
+    probability_pitch_bytes,
     query_pitch_bytes,
     row_bytes,
     smem_fields,
@@ -22,7 +24,7 @@ from dsagen.families.sparse_decode.params import COMBINE_PARAMS, MAIN_PARAMS
 from dsagen.family import Cell
 from dsagen.guard import Guard, check
 from dsagen.kv_format import KvFormat, kv_format
-from dsagen.plan import KernelPlan, TypeAlias, Variant, checked, lay_out_params
+from dsagen.plan import KernelPlan, TypeAlias, Variant, checked, lay_out_params, round_up
 
 if TYPE_CHECKING:
     from dsagen.spec import DeploymentSpec
@@ -35,14 +37,16 @@ COMBINE_REGISTERS = 128
 # range for far more; this leaves it to the scales.
 LAZY_THRESHOLD = 16.0
 
-_MAIN_BODY = "sparse_decode::MmaSync<Constants, SharedStorage, {encoding}, Params>"
+_MAIN_BODY = "sparse_decode::MmaSync<Constants, SharedStorage, Encoding, RowCopy, Params>"
+_ROW_COPY_HEADERS = {False: "prims/tile/copy_rows_async.cuh", True: "prims/tile/copy_rows_bulk.cuh"}
 # A plan guard's names in the generated unit; names that are not here are printed as numbers.
 _C_NAMES = {
     "smem_bytes": "static_cast<int>(sizeof(SharedStorage))",
     "threads": "Body::kThreads",
     "stages": "Constants::kStages",
     "tile_tokens": "Constants::kTileTokens",
-    "warps": "Constants::kWarps",
+    "producers": "Constants::kProducers",
+    "tile_stages": "Constants::kTileTokens / Constants::kStageTokens",
     "heads_n": "Constants::kHeads",
     "row_bytes": "Constants::kRowBytes",
     "row_pitch_bytes": "Constants::kRowPitchBytes",
@@ -106,11 +110,11 @@ def plan_main(variant: Variant, geometry: Geometry | None = None) -> KernelPlan:
     if isinstance(encoding, str):
         raise ValueError(encoding)
     heads_n = variant.axis_int("n")
-    chosen = geometry or fitting_geometry(fmt, encoding, heads_n, arch) or Geometry(heads_n, 16, 4, 2)
+    chosen = geometry or fitting_geometry(fmt, encoding, heads_n, arch) or Geometry(heads_n, 32, 2)
     fields, smem_bytes = smem_fields(fmt, encoding, chosen)
     params, params_bytes = lay_out_params(MAIN_PARAMS)
     threads = chosen.threads
-    registers_cap = min(255, arch.registers_per_sm // threads)
+    registers_cap = compiled_registers(threads, arch)
     values = {
         "smem_bytes": smem_bytes,
         "smem_optin_bytes": arch.smem_optin_bytes,
@@ -119,7 +123,11 @@ def plan_main(variant: Variant, geometry: Geometry | None = None) -> KernelPlan:
         "registers_per_sm": arch.registers_per_sm,
         "stages": chosen.stages,
         "tile_tokens": chosen.tile_tokens,
-        "warps": chosen.warps,
+        "producers": chosen.producers,
+        "tile_stages": chosen.tile_tokens // STAGE_TOKENS,
+        "moved_registers": moved_registers(chosen),
+        "compiled_registers": registers_cap * threads,
+        "spare_heads": chosen.score_warps * 16 * chosen.warp_blocks // chosen.tile_tokens,
         "heads_n": heads_n,
         "row_bytes": row_bytes(fmt),
         "row_pitch_bytes": odd_pitch_bytes(row_bytes(fmt)),
@@ -128,10 +136,11 @@ def plan_main(variant: Variant, geometry: Geometry | None = None) -> KernelPlan:
     return KernelPlan(
         variant=variant,
         template=TEMPLATE,
-        constants=_main_constants(fmt, chosen),
+        constants=_main_constants(fmt, chosen, registers_cap),
         types=(
             TypeAlias("Encoding", encoding.cpp, encoding.header),
-            TypeAlias("Body", _MAIN_BODY.format(encoding="Encoding"), "sparse_decode/mma_sync.cuh"),
+            TypeAlias("RowCopy", "tile::RowCopy<Constants>", _ROW_COPY_HEADERS[chosen.bulk]),
+            TypeAlias("Body", _MAIN_BODY, "sparse_decode/mma_sync.cuh"),
         ),
         threads=threads,
         min_blocks_per_sm=1,
@@ -147,14 +156,38 @@ def plan_main(variant: Variant, geometry: Geometry | None = None) -> KernelPlan:
     )
 
 
-def _main_constants(fmt: KvFormat, g: Geometry) -> tuple[tuple[str, int | float], ...]:
+def compiled_registers(threads: int, arch: Arch) -> int:
+    """Registers of a thread that ptxas may use: the SM's, dealt evenly to warps in fours, in steps of 8."""
+    warps = round_up(threads // 32, 4)
+    return min(255, arch.registers_per_sm // (32 * warps) // 8 * 8)
+
+
+def moved_registers(geometry: Geometry) -> int:
+    """Registers of a CTA after setmaxnreg, 0 where none move. More than were compiled in would never be granted."""
+    if geometry.registers is None:
+        return 0
+    value, score, producer = geometry.registers
+    producers = geometry.threads // 32 - geometry.value_warps - geometry.score_warps
+    return 32 * (value * geometry.value_warps + score * geometry.score_warps + producer * producers)
+
+
+def _main_constants(fmt: KvFormat, g: Geometry, registers: int) -> tuple[tuple[str, int | float], ...]:
     rope = fmt.segment("rope") if fmt.has_segment("rope") else None
     nope_dims = fmt.d_qk - rope.count if rope else fmt.d_qk
     return (
         ("kTileTokens", g.tile_tokens),
-        ("kTeams", g.teams),
-        ("kWarps", g.warps),
+        ("kStageTokens", STAGE_TOKENS),
         ("kStages", g.stages),
+        ("kScoreWarps", g.score_warps),
+        ("kValueWarps", g.value_warps),
+        ("kProducers", g.producers),
+        ("kWarpBlocks", g.warp_blocks),
+        ("kGroupsTogether", g.groups_together),
+        ("kProbabilityBuffers", g.probability_buffers),
+        ("kCompiledRegisters", registers),
+        ("kValueRegisters", g.registers[0] if g.registers else 0),
+        ("kScoreRegisters", g.registers[1] if g.registers else 0),
+        ("kProducerRegisters", g.registers[2] if g.registers else 0),
         ("kHeads", g.heads_n),
         ("kNopeDims", nope_dims),
         ("kRopeDims", fmt.d_qk - nope_dims),
@@ -163,7 +196,7 @@ def _main_constants(fmt: KvFormat, g: Geometry) -> tuple[tuple[str, int | float]
         ("kRowBytes", row_bytes(fmt)),
         ("kRowPitchBytes", odd_pitch_bytes(row_bytes(fmt))),
         ("kQueryPitchBytes", query_pitch_bytes(fmt)),
-        ("kProbabilityPitchBytes", odd_pitch_bytes(2 * g.heads_n)),
+        ("kProbabilityPitchBytes", probability_pitch_bytes(g.heads_n)),
         ("kLazyThreshold", LAZY_THRESHOLD),
     )
 
@@ -172,12 +205,14 @@ def _budget(
     fmt: KvFormat, encoding: Encoding, g: Geometry, smem_bytes: int, arch: Arch, registers_cap: int
 ) -> tuple[tuple[str, str], ...]:
     flops = 2 * g.heads_n * (fmt.d_qk + fmt.d_v)
-    output_registers = fmt.d_v * g.heads_n // (32 * g.warps)
+    output_registers = fmt.d_v * g.heads_n // (32 * g.value_warps)
+    roles = f"{g.value_warps} value, {g.score_warps} score and {g.producers} producer warps"
+    moved = f", after moving {g.registers[0]} / {g.registers[1]} / {g.registers[2]}" if g.registers else ""
     return (
-        ("shape", f"{g.heads_n} heads, tiles of {g.tile_tokens} tokens, {g.teams} x {g.warps} warps, {g.stages} stages"),
+        ("shape", f"{g.heads_n} heads, tiles of {g.tile_tokens} tokens, {g.stages} stages of {STAGE_TOKENS} rows, {roles}"),
         ("shared memory", f"{smem_bytes} of {arch.smem_optin_bytes} B"),
-        ("registers", f"at most {registers_cap} a thread, {output_registers} of them hold the output"),
-        ("bytes in flight", f"{g.teams * (g.stages - 1) * g.tile_tokens * row_bytes(fmt)} B of rows"),
+        ("registers", f"{registers_cap} a thread{moved}; {output_registers} of a value warp's hold the output"),
+        ("row buffers", f"{g.stages * STAGE_TOKENS * row_bytes(fmt)} B of rows"),
         ("work per token", f"{flops} FLOP, {row_bytes(fmt)} B of cache: {flops / row_bytes(fmt):.0f} FLOP/B"),
         ("probability copies", f"{encoding.probability_copies}"),
     )

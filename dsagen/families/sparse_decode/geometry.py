@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dsagen.arch import Arch
@@ -10,6 +11,8 @@ from dsagen.kv_format import KvFormat, Layout, ScaleKind
 from dsagen.plan import SmemField, lay_out_smem, round_up
 
 MAX_HEADS_PER_CTA = 64
+EVEN_DEAL_HEADS = 32
+MAX_STAGES = 8
 MMA_TOKENS = 16  # tokens of one MMA row block
 
 
@@ -24,24 +27,34 @@ class Encoding:
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes of one main kernel. `heads_n` is the padded head count of a CTA."""
+    """Sizes of one main kernel.
+
+    `heads_n` is the padded head count of a CTA. A score warp takes `warp_blocks` blocks of 16 tokens; the score warps that
+    this leaves over share the heads. `bulk` rows arrive by bulk copies (sm_90+), others by 16-byte asynchronous copies.
+    `groups_together` scale groups of a score run side by side, which takes registers.
+    `registers` is what value, score and producer warps have after moving registers (sm_90a and newer); None: an even deal.
+    """
 
     heads_n: int
     tile_tokens: int
-    warps: int  # of a team
-    stages: int  # of a team
-    teams: int = 1
+    stages: int
+    warp_blocks: int = 1
+    score_warps: int = 4
+    value_warps: int = 8
+    producers: int = 2
+    probability_buffers: int = 2
+    groups_together: int = 1
+    bulk: bool = False
+    registers: tuple[int, int, int] | None = None
 
     @property
     def threads(self) -> int:
-        """Threads of a CTA."""
-        return 32 * self.warps * self.teams
+        """Threads of a CTA; where registers move, whole warpgroups have one role."""
+        producers = round_up(self.producers, 4) if self.registers else self.producers
+        return 32 * (self.score_warps + self.value_warps + producers)
 
 
-# Preferred first. Four stages keep 84 to 126 KB of rows in flight, which saturates HBM on an H200; two stages suffice
-# where the mathematics takes longer than the copies.
-_SHAPES = ((64, 8, 4), (64, 8, 3), (64, 8, 2), (32, 8, 4), (32, 8, 3), (32, 8, 2), (16, 4, 4), (16, 4, 3), (16, 4, 2))
-
+STAGE_TOKENS = 32  # one row per producer lane
 
 def encoding_of(fmt: KvFormat) -> Encoding | str:
     """The encoding that reads a format, or why none does."""
@@ -61,6 +74,11 @@ def odd_pitch_bytes(row_bytes: int) -> int:
     return pitch if pitch % 32 else pitch + 16
 
 
+def probability_pitch_bytes(heads_n: int) -> int:
+    """Distance between tokens' rows of probabilities; 64 heads are swizzled instead of padded, which would not fit."""
+    return 128 if heads_n == 64 else odd_pitch_bytes(2 * heads_n)
+
+
 def row_bytes(fmt: KvFormat) -> int:
     """Bytes of a row that are gathered."""
     return fmt.io_stride_bytes
@@ -74,36 +92,62 @@ def query_pitch_bytes(fmt: KvFormat) -> int:
 def smem_fields(fmt: KvFormat, encoding: Encoding, geometry: Geometry) -> tuple[tuple[SmemField, ...], int]:
     """Members of the shared-memory struct with offsets, and its size in bytes."""
     g = geometry
-    row_blocks = g.tile_tokens // MMA_TOKENS
+    block_groups = g.tile_tokens // MMA_TOKENS // g.warp_blocks
+    copies = encoding.probability_copies
     return lay_out_smem(
         (
+            SmemField("landed", "u64", (g.stages,), "barriers: the rows of a stage have arrived"),
+            SmemField("freed", "u64", (g.stages,), "barriers: score and value warps are done with a stage"),
+            SmemField("filled", "u64", (g.probability_buffers,), "barriers: the probabilities of a tile are complete"),
+            SmemField("drained", "u64", (g.probability_buffers,), "barriers: the value warps are done with them"),
+            SmemField("addresses", "u64", (g.producers, STAGE_TOKENS), "row addresses of the stage being started"),
             SmemField("query", "u8", (g.heads_n, query_pitch_bytes(fmt)), "query image, one row per head"),
             SmemField(
-                "rows", "u8", (g.teams, g.stages, g.tile_tokens, odd_pitch_bytes(row_bytes(fmt))), "rings of raw cache rows", 128
+                "rows", "u8", (g.stages, STAGE_TOKENS, odd_pitch_bytes(row_bytes(fmt))), "ring of raw cache rows", 128
             ),
             SmemField(
                 "probability",
                 "u8",
-                (g.teams, encoding.probability_copies, g.tile_tokens, odd_pitch_bytes(2 * g.heads_n)),
+                (g.probability_buffers, copies, g.tile_tokens, probability_pitch_bytes(g.heads_n)),
                 "bf16 probabilities [token][head], one copy per scale group",
+                128,
             ),
-            SmemField("valid", "u32", (g.teams, g.stages, g.warps), "masks of rows with a valid id, one word per gathering warp"),
-            SmemField("query_factor", "float", (g.heads_n,), "logit factor of a head"),
-            SmemField(
-                "head_value", "float", (g.teams, g.heads_n), "shrink of O; at the end softmax reference, then output factor"
-            ),
-            SmemField(
-                "block_value", "float", (g.teams, row_blocks, g.heads_n), "per row block: column maximum, later sum"
-            ),
+            SmemField("valid", "u32", (g.stages,), "masks of a stage's rows with a valid id"),
+            SmemField("raised", "u32", (g.probability_buffers,), "whether O shrinks before the tile is added"),
+            SmemField("shrink", "float", (g.probability_buffers, g.heads_n), "by how much"),
+            SmemField("head_scale", "float", (g.heads_n, 2), "logit factor and softmax reference of a head"),
+            SmemField("head_value", "float", (g.heads_n,), "at the end: output factor of a head"),
+            SmemField("block_value", "float", (block_groups, g.heads_n), "per score group: column maximum, later sum"),
         )
     )
 
 
+def preferred_shapes(heads_n: int, arch: Arch) -> Iterator[Geometry]:
+    """Geometries to try for a head count, best first, whether or not they fit."""
+    # With more than 32 heads the value warps hold more output than an even deal of registers leaves them.
+    many = heads_n > EVEN_DEAL_HEADS
+    if many and not arch.has_setmaxnreg:
+        return
+    registers = ((168, 152, 24) if many else (128, 232, 24)) if arch.has_setmaxnreg else None
+    warp_blocks = 2 if many else 1  # two blocks share each query fragment: halves the largest shared-memory traffic
+    for tile_tokens, buffers, least_stages in ((64, 2, 4), (64, 1, 4), (32, 2, 3), (32, 1, 3), (32, 1, 2)):
+        for stages in range(MAX_STAGES, least_stages - 1, -1):
+            yield Geometry(
+                heads_n=heads_n,
+                tile_tokens=tile_tokens,
+                stages=stages,
+                warp_blocks=warp_blocks,
+                probability_buffers=buffers,
+                groups_together=2 if registers and not many else 1,
+                bulk=arch.has_bulk_copy,
+                registers=registers,
+            )
+
+
 def fitting_geometry(fmt: KvFormat, encoding: Encoding, heads_n: int, arch: Arch) -> Geometry | None:
-    """The preferred geometry for a head count, or None when no shape fits the arch's shared memory."""
-    for tile_tokens, warps, stages in _SHAPES:
-        geometry = Geometry(heads_n, tile_tokens, warps, stages)
-        if fmt.d_v % (32 * warps) == 0 and smem_fields(fmt, encoding, geometry)[1] <= arch.smem_optin_bytes:
+    """The preferred geometry for a head count, or None when no shape fits the arch."""
+    for geometry in preferred_shapes(heads_n, arch):
+        if smem_fields(fmt, encoding, geometry)[1] <= arch.smem_optin_bytes:
             return geometry
     return None
 

@@ -18,12 +18,25 @@ PLAN_GUARDS: tuple[Guard, ...] = (
         "threads * registers_cap <= registers_per_sm",
         "registers: {threads} threads x {registers_cap} exceed the SM's {registers_per_sm}: use fewer warps",
     ),
-    Guard("SD-01", "plan", "stages >= 2", "stages {stages} < 2: a tile must be in flight while another is used"),
+    Guard(
+        "SD-01",
+        "plan",
+        "stages > tile_stages and producers <= stages",
+        "stages {stages}: a tile of {tile_stages} stages needs one more than that, and {producers} producers one each, or the "
+        "ring deadlocks",
+    ),
+    Guard(
+        "SD-15",
+        "plan",
+        "moved_registers <= compiled_registers",
+        "registers: the roles ask for {moved_registers} of the {compiled_registers} that the kernel is compiled with, so the "
+        "last to ask would wait forever",
+    ),
     Guard(
         "SD-02",
         "plan",
-        "tile_tokens % 16 == 0 and (16 * warps) % tile_tokens == 0",
-        "tile of {tile_tokens} tokens: must be a multiple of 16 that divides 16 x {warps} warps",
+        "tile_tokens % 32 == 0 and spare_heads >= 1",
+        "tile of {tile_tokens} tokens: must be a multiple of 32 that the score warps cover",
     ),
     Guard(
         "SD-03",

@@ -21,26 +21,36 @@ struct Bf16 {
 
   static DSA_DEVICE float scale(u32, int) { return 1.0f; }
 
-  // s[j] += scores of 16 tokens (rows at `rows`) against head tiles j of the query image at `query`.
-  template <int kHeadTiles>
-  static DSA_DEVICE void score(float (&s)[kHeadTiles][4], u32 rows, u32 query, int lane) {
+  // s[m][j] += scores of the 16 tokens of block m (rows at `rows`, blocks adjacent) against head tile j of the query image
+  // at `query`. One query fragment serves all blocks.
+  template <int kRows, int kTiles>
+  static DSA_DEVICE void score(float (&s)[kRows][kTiles][4], u32 rows, u32 query, int lane) {
     const u32 query_lane = query + (lane % 8) * C::kQueryPitchBytes + (lane / 8) * 16;
     const u32 key = rows + (lane % 16) * C::kRowPitchBytes + (lane / 16) * 16;
-    float other[kHeadTiles][4] = {};  // a second accumulator chain, so that neither waits for itself
-#pragma unroll 6
-    for (int pair = 0; pair < kSteps / 2; ++pair) {
-      const Words4 a0 = ptx::load_matrix_x4(key + pair * 64), a1 = ptx::load_matrix_x4(key + pair * 64 + 32);
+    float other[kRows][kTiles][4] = {};  // a second accumulator chain, so that neither waits for itself
+#pragma unroll 3
+    for (int step = 0; step < kSteps; step += 2) {
+      Words4 a[kRows][2];
 #pragma unroll
-      for (int j = 0; j < kHeadTiles; ++j) {
-        const Words4 b = ptx::load_matrix_x4(query_lane + j * 8 * C::kQueryPitchBytes + pair * 64);
-        ptx::mma_bf16(s[j], a0.x, a0.y, a0.z, a0.w, b.x, b.y);
-        ptx::mma_bf16(other[j], a1.x, a1.y, a1.z, a1.w, b.z, b.w);
+      for (int m = 0; m < kRows; ++m)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) a[m][i] = ptx::load_matrix_x4(key + 16 * m * C::kRowPitchBytes + (step + i) * 32);
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) {
+        const Words4 b = ptx::load_matrix_x4(query_lane + j * 8 * C::kQueryPitchBytes + step * 32);
+#pragma unroll
+        for (int m = 0; m < kRows; ++m) {
+          ptx::mma_bf16(s[m][j], a[m][0].x, a[m][0].y, a[m][0].z, a[m][0].w, b.x, b.y);
+          ptx::mma_bf16(other[m][j], a[m][1].x, a[m][1].y, a[m][1].z, a[m][1].w, b.z, b.w);
+        }
       }
     }
 #pragma unroll
-    for (int j = 0; j < kHeadTiles; ++j)
+    for (int m = 0; m < kRows; ++m)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) s[j][i] += other[j][i];
+      for (int j = 0; j < kTiles; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s[m][j][i] += other[m][j][i];
   }
 
   static constexpr int kBlocksPerLoad = 1;  // m16 blocks that one value_blocks call yields

@@ -18,7 +18,7 @@ struct Fp8Fp32Scale {
   // probabilities, half by the output factor, so that neither leaves the range of bf16 or fp32.
   static constexpr float kProbabilityScale = 0x1p60f;
   static constexpr float kOutputScale = 0x1p60f;
-  static_assert(C::kNopeDims % kGroupDims == 0 && C::kValueDims == C::kNopeDims && C::kRopeDims % 16 == 0);
+  static_assert(C::kNopeDims % kGroupDims == 0 && C::kValueDims == C::kNopeDims && C::kRopeDims % 32 == 0);
 
   // Byte of the query image (one head row) where the 4 dims starting at `dim` (a multiple of 4) begin; the second pair
   // lies 16 bytes further. The order is the one in which score() reads 32 raw key bytes per lane: dim 128 g + 32 c + 4 s
@@ -68,78 +68,94 @@ struct Fp8Fp32Scale {
     return ptx::float_of(ptx::load_shared_4(row + C::kNopeDims + 4 * group));
   }
 
-  // s[j] += scores of 16 tokens (rows at `rows`) against head tiles j of the query image at `query`.
-  template <int kHeadTiles>
-  static DSA_DEVICE void score(float (&s)[kHeadTiles][4], u32 rows, u32 query, int lane) {
-    const u32 row_low = rows + (lane / 4) * C::kRowPitchBytes, row_high = row_low + 8 * C::kRowPitchBytes;
+  // s[m][j] += scores of the 16 tokens of block m (rows at `rows`, blocks adjacent) against head tile j of the query image
+  // at `query`. One query fragment serves all blocks.
+  template <int kRows, int kTiles>
+  static DSA_DEVICE void score(float (&s)[kRows][kTiles][4], u32 rows, u32 query, int lane) {
+    const u32 row = rows + (lane / 4) * C::kRowPitchBytes;
     const u32 query_lane = query + (lane % 8) * C::kQueryPitchBytes + (lane / 8) * 16;
     score_rope(s, rows, query_lane, lane);
-    // With few head tiles one accumulator chain would wait for itself: run two groups' chains side by side.
-    constexpr int kTogether = kHeadTiles <= 2 && kGroups % 2 == 0 ? 2 : 1;
+    // One accumulator chain would wait for itself: groups side by side are independent chains, as far as registers allow.
+    constexpr int kTogether = C::kGroupsTogether;
+    static_assert(kGroups % kTogether == 0);
+    constexpr int kHalvesUnrolled = kRows * kTiles > 4 ? 1 : 2;  // both halves' rows at once would spill
 #pragma unroll 1
     for (int g = 0; g < kGroups; g += kTogether) {
-      float acc[kTogether][kHeadTiles][4] = {};
+      float acc[kTogether][kRows][kTiles][4] = {};
+#pragma unroll kHalvesUnrolled
+      for (int half = 0; half < 2; ++half) score_half<kTogether>(acc, row, query_lane, lane, g, half);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) score_half<kTogether>(acc, row_low, row_high, query_lane, lane, g, half);
+      for (int t = 0; t < kTogether; ++t)
 #pragma unroll
-      for (int t = 0; t < kTogether; ++t) {
-        const float low = scale(row_low, g + t) * kCodeScale, high = scale(row_high, g + t) * kCodeScale;
+        for (int m = 0; m < kRows; ++m) {
+          const float low = scale(row + 16 * m * C::kRowPitchBytes, g + t) * kCodeScale;
+          const float high = scale(row + (16 * m + 8) * C::kRowPitchBytes, g + t) * kCodeScale;
 #pragma unroll
-        for (int j = 0; j < kHeadTiles; ++j) {
-          s[j][0] = acc[t][j][0] * low + s[j][0];
-          s[j][1] = acc[t][j][1] * low + s[j][1];
-          s[j][2] = acc[t][j][2] * high + s[j][2];
-          s[j][3] = acc[t][j][3] * high + s[j][3];
+          for (int j = 0; j < kTiles; ++j) {
+            s[m][j][0] = acc[t][m][j][0] * low + s[m][j][0];
+            s[m][j][1] = acc[t][m][j][1] * low + s[m][j][1];
+            s[m][j][2] = acc[t][m][j][2] * high + s[m][j][2];
+            s[m][j][3] = acc[t][m][j][3] * high + s[m][j][3];
+          }
         }
-      }
     }
   }
 
   // Four k steps (16 raw bytes per lane and row) of groups g .. g + kTogether - 1.
-  template <int kTogether, int kHeadTiles>
-  static DSA_DEVICE void score_half(float (&acc)[kTogether][kHeadTiles][4], u32 row_low, u32 row_high, u32 query_lane,
-                                    int lane, int g, int half) {
-    u32 low[kTogether][4], high[kTogether][4];
+  template <int kTogether, int kRows, int kTiles>
+  static DSA_DEVICE void score_half(float (&acc)[kTogether][kRows][kTiles][4], u32 row, u32 query_lane, int lane, int g, int half) {
+    u32 low[kTogether][kRows][4], high[kTogether][kRows][4];
 #pragma unroll
-    for (int t = 0; t < kTogether; ++t) {
-      const u32 at = kGroupDims * (g + t) + 32 * (lane % 4) + 16 * half;
-      const Words4 a = ptx::load_shared_16(row_low + at), b = ptx::load_shared_16(row_high + at);
-      low[t][0] = a.x, low[t][1] = a.y, low[t][2] = a.z, low[t][3] = a.w;
-      high[t][0] = b.x, high[t][1] = b.y, high[t][2] = b.z, high[t][3] = b.w;
-    }
+    for (int t = 0; t < kTogether; ++t)
 #pragma unroll
-    for (int pair = 0; pair < 2; ++pair) {
+      for (int m = 0; m < kRows; ++m) {
+        const u32 at = row + 16 * m * C::kRowPitchBytes + kGroupDims * (g + t) + 32 * (lane % 4) + 16 * half;
+        const Words4 a = ptx::load_shared_16(at), b = ptx::load_shared_16(at + 8 * C::kRowPitchBytes);
+        low[t][m][0] = a.x, low[t][m][1] = a.y, low[t][m][2] = a.z, low[t][m][3] = a.w;
+        high[t][m][0] = b.x, high[t][m][1] = b.y, high[t][m][2] = b.z, high[t][m][3] = b.w;
+      }
+#pragma unroll
+    for (int pair = 0; pair < 2; ++pair)
 #pragma unroll
       for (int t = 0; t < kTogether; ++t) {
-        u32 a[2][4];
+        u32 a[kRows][2][4];
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          key_pairs(low[t][2 * pair + i], a[i][0], a[i][2]);
-          key_pairs(high[t][2 * pair + i], a[i][1], a[i][3]);
-        }
+        for (int m = 0; m < kRows; ++m)
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            key_pairs(low[t][m][2 * pair + i], a[m][i][0], a[m][i][2]);
+            key_pairs(high[t][m][2 * pair + i], a[m][i][1], a[m][i][3]);
+          }
         const int step = 8 * (g + t) + 4 * half + 2 * pair;
 #pragma unroll
-        for (int j = 0; j < kHeadTiles; ++j) {
+        for (int j = 0; j < kTiles; ++j) {
           const Words4 b = ptx::load_matrix_x4(query_lane + j * 8 * C::kQueryPitchBytes + step * 32);
-          ptx::mma_f16(acc[t][j], a[0][0], a[0][1], a[0][2], a[0][3], b.x, b.y);
-          ptx::mma_f16(acc[t][j], a[1][0], a[1][1], a[1][2], a[1][3], b.z, b.w);
+#pragma unroll
+          for (int m = 0; m < kRows; ++m) ptx::mma_f16(acc[t][m][j], a[m][0][0], a[m][0][1], a[m][0][2], a[m][0][3], b.x, b.y);
+#pragma unroll
+          for (int m = 0; m < kRows; ++m) ptx::mma_f16(acc[t][m][j], a[m][1][0], a[m][1][1], a[m][1][2], a[m][1][3], b.z, b.w);
         }
       }
-    }
   }
 
   // The bf16 RoPE dims: plain matrix loads of the rows, accumulated unscaled.
-  template <int kHeadTiles>
-  static DSA_DEVICE void score_rope(float (&s)[kHeadTiles][4], u32 rows, u32 query_lane, int lane) {
+  template <int kRows, int kTiles>
+  static DSA_DEVICE void score_rope(float (&s)[kRows][kTiles][4], u32 rows, u32 query_lane, int lane) {
     const u32 key = rows + (lane % 16) * C::kRowPitchBytes + C::kRopeOffsetBytes + (lane / 16) * 16;
 #pragma unroll
-    for (int pair = 0; pair < C::kRopeDims / 32; ++pair) {
-      const Words4 a0 = ptx::load_matrix_x4(key + pair * 64), a1 = ptx::load_matrix_x4(key + pair * 64 + 32);
+    for (int step = 0; step < C::kRopeDims / 16; step += 2) {
+      Words4 a[kRows][2];
 #pragma unroll
-      for (int j = 0; j < kHeadTiles; ++j) {
-        const Words4 b = ptx::load_matrix_x4(query_lane + j * 8 * C::kQueryPitchBytes + 2 * C::kNopeDims + pair * 64);
-        ptx::mma_bf16(s[j], a0.x, a0.y, a0.z, a0.w, b.x, b.y);
-        ptx::mma_bf16(s[j], a1.x, a1.y, a1.z, a1.w, b.z, b.w);
+      for (int m = 0; m < kRows; ++m)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) a[m][i] = ptx::load_matrix_x4(key + 16 * m * C::kRowPitchBytes + (step + i) * 32);
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) {
+        const Words4 b = ptx::load_matrix_x4(query_lane + j * 8 * C::kQueryPitchBytes + 2 * C::kNopeDims + step * 32);
+#pragma unroll
+        for (int m = 0; m < kRows; ++m) ptx::mma_bf16(s[m][j], a[m][0].x, a[m][0].y, a[m][0].z, a[m][0].w, b.x, b.y);
+#pragma unroll
+        for (int m = 0; m < kRows; ++m) ptx::mma_bf16(s[m][j], a[m][1].x, a[m][1].y, a[m][1].z, a[m][1].w, b.z, b.w);
       }
     }
   }

@@ -7,6 +7,8 @@ namespace ptx {
 DSA_DEVICE u32 bits_of(float x) { return __float_as_uint(x); }
 DSA_DEVICE float float_of(u32 bits) { return __uint_as_float(bits); }
 
+DSA_DEVICE u32 count_ones(u32 x) { return static_cast<u32>(__popc(x)); }
+
 // 2^x, about 2 ulp; results under 2^-126 are flushed to zero.
 DSA_DEVICE float exp2_approx(float x) {
   float y;

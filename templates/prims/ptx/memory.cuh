@@ -17,14 +17,6 @@ DSA_DEVICE void copy_async_16(u32 shared_dst, const void* global_src, u32 bytes)
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_dst), "l"(global_src), "r"(bytes) : "memory");
 }
 
-DSA_DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-// Waits until at most `kPending` of this thread's newest groups are in flight.
-template <int kPending>
-DSA_DEVICE void copy_async_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
-
 // Four 8x8 matrices of 16-bit elements; lane l gives the address of row l%8 of matrix l/8. Register i of lane l holds
 // elements 2(l%4), 2(l%4)+1 of row l/4 of matrix i.
 DSA_DEVICE Words4 load_matrix_x4(u32 shared_row) {
@@ -70,6 +62,10 @@ DSA_DEVICE void store_shared_16(u32 address, Words4 w) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w) : "memory");
 }
 
+DSA_DEVICE void store_shared_8(u32 address, u64 x) {
+  asm volatile("st.shared.b64 [%0], %1;" ::"r"(address), "l"(x) : "memory");
+}
+
 DSA_DEVICE void store_shared_4(u32 address, u32 x) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
 }
@@ -77,6 +73,18 @@ DSA_DEVICE void store_shared_4(u32 address, u32 x) {
 DSA_DEVICE Words4 load_global_16(const void* address) {
   Words4 w;
   asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w) : "l"(address) : "memory");
+  return w;
+}
+
+// Zeros, and no access, where `wanted` is false.
+DSA_DEVICE Words4 load_global_16_if(bool wanted, const void* address) {
+  Words4 w;
+  asm volatile(
+      "{\n .reg .pred p;\n setp.ne.u32 p, %5, 0;\n mov.b32 %0, 0;\n mov.b32 %1, 0;\n mov.b32 %2, 0;\n mov.b32 %3, 0;\n"
+      " @p ld.global.v4.b32 {%0, %1, %2, %3}, [%4];\n}"
+      : "=&r"(w.x), "=&r"(w.y), "=&r"(w.z), "=&r"(w.w)
+      : "l"(address), "r"(static_cast<u32>(wanted))
+      : "memory");
   return w;
 }
 

@@ -38,6 +38,9 @@ DSA_DEVICE u32 ballot(bool flag) {
   return out;
 }
 
+// Orders the shared-memory accesses of a warp's lanes.
+DSA_DEVICE void warp_sync() { asm volatile("bar.warp.sync 0xffffffff;" ::: "memory"); }
+
 // `threads` threads (a multiple of 32) meet at barrier `id` of the CTA; orders shared-memory accesses among them.
 DSA_DEVICE void barrier_sync(int id, int threads) { asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
