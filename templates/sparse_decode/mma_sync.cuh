@@ -95,7 +95,7 @@ struct MmaSync {
   }
 
   static DSA_DEVICE void start_consumer(const Params& p, Shared& shared, const Work<C, Params>& work) {
-    QueryImage<C, Shared, Encoding, Params>::stage(p, shared, work, warp_index(), kConsumerWarps, lane_index());
+    QueryImage<C, Shared, Encoding, Params>::stage(p, shared, work, warp_index(), lane_index());
     ptx::barrier_sync(2, 32 * kConsumerWarps);
   }
 

@@ -11,36 +11,52 @@ template <class C, class Shared, class Encoding, class Params>
 struct QueryImage {
   static constexpr int kChunks = (C::kNopeDims + C::kRopeDims) / 8;
 
-  // One warp per head row: bf16 global -> query image. Where the encoding asks for it each row is scaled by a power of
-  // two that brings its largest element to [2^14, 2^15), so that f16 keeps every element exactly (those 2^-29 below the
-  // largest excepted); the inverse goes into the logit factor. Heads past the group's end become zero rows.
-  static DSA_DEVICE void stage(const Params& p, Shared& shared, const Work<C, Params>& work, int warp, int warps, int lane) {
-    const u32 image = ptx::shared_address(shared.query);
-#pragma unroll 1
-    for (int h = warp; h < C::kHeads; h += warps) {
-      const bool live = h < work.heads(p);
-      const u16* source = p.q + work.batch(p) * p.q_stride_b + work.token(p) * p.q_stride_s + (work.first_head + h) * p.q_stride_h;
-      constexpr int kLoads = (kChunks + 31) / 32;
-      Words4 q[kLoads];
+  static constexpr int kLoads = (kChunks + 31) / 32;                             // of a lane and head row
+  static constexpr int kRows = (C::kHeads + C::kScoreWarps + C::kValueWarps - 1) /  // head rows of a warp
+                               (C::kScoreWarps + C::kValueWarps);
+
+  // One warp per head row, all of a warp's loads before the first use: bf16 global -> query image. Where the encoding asks
+  // for it each row is scaled by a power of two that brings its largest element to [2^14, 2^15), so that f16 keeps every
+  // element exactly (those 2^-29 below the largest excepted); the inverse goes into the logit factor. Heads past the group's
+  // end become zero rows.
+  static DSA_DEVICE void stage(const Params& p, Shared& shared, const Work<C, Params>& work, int warp, int lane) {
+    const int heads = work.heads(p);
+    const u16* rows = p.q + work.batch(p) * p.q_stride_b + work.token(p) * p.q_stride_s + work.first_head * p.q_stride_h;
+    Words4 q[kRows][kLoads];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r)
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        const int h = head(r, warp), chunk = i * 32 + lane;
+        q[r][i] = ptx::load_global_16_if(h < heads && chunk < kChunks, rows + h * p.q_stride_h + 8 * chunk);
+      }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r)
+      if (head(r, warp) < C::kHeads) stage_row(shared, head(r, warp), q[r], p.scale_log2, lane);
+  }
+
+ private:
+  static DSA_DEVICE int head(int r, int warp) { return r * (C::kScoreWarps + C::kValueWarps) + warp; }
+
+  static DSA_DEVICE void stage_row(Shared& shared, int h, const Words4 (&q)[kLoads], float scale_log2, int lane) {
+    int exponent = 0;
+    if (Encoding::kNormaliseQuery) {
       u32 largest = 0;
 #pragma unroll
-      for (int i = 0; i < kLoads; ++i) {
-        const int chunk = i * 32 + lane;
-        q[i] = live && chunk < kChunks ? ptx::load_global_16(source + 8 * chunk) : Words4{0, 0, 0, 0};
+      for (int i = 0; i < kLoads; ++i)
         largest = max_magnitude(max_magnitude(max_magnitude(max_magnitude(largest, q[i].x), q[i].y), q[i].z), q[i].w);
-      }
-      int exponent = 0;
-      if (Encoding::kNormaliseQuery) exponent = row_exponent(largest);
-      const float down = ptx::float_of(static_cast<u32>(127 - exponent) << 23);
+      exponent = row_exponent(largest);
+    }
+    const float down = ptx::float_of(static_cast<u32>(127 - exponent) << 23);
+    const u32 image = ptx::shared_address(&shared.query[h][0]);
 #pragma unroll
-      for (int i = 0; i < kLoads; ++i) {
-        const int chunk = i * 32 + lane;
-        if (chunk < kChunks) Encoding::stage_query(image + h * C::kQueryPitchBytes, chunk, q[i], down);
-      }
-      if (lane == 0) {
-        shared.head_scale[h][0] = p.scale_log2 * ptx::float_of(static_cast<u32>(127 + exponent) << 23);
-        shared.head_scale[h][1] = kNoReference;
-      }
+    for (int i = 0; i < kLoads; ++i) {
+      const int chunk = i * 32 + lane;
+      if (chunk < kChunks) Encoding::stage_query(image, chunk, q[i], down);
+    }
+    if (lane == 0) {
+      shared.head_scale[h][0] = scale_log2 * ptx::float_of(static_cast<u32>(127 + exponent) << 23);
+      shared.head_scale[h][1] = kNoReference;
     }
   }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from dsagen.arch import Arch
+from dsagen.arch import WGMMA, Arch
 from dsagen.dtype import BF16, E4M3
 from dsagen.kv_format import KvFormat, Layout, ScaleKind
 from dsagen.plan import SmemField, lay_out_smem, round_up
@@ -122,15 +122,24 @@ def smem_fields(fmt: KvFormat, encoding: Encoding, geometry: Geometry) -> tuple[
     )
 
 
-def preferred_shapes(heads_n: int, arch: Arch) -> Iterator[Geometry]:
+def preferred_shapes(encoding: Encoding, heads_n: int, arch: Arch) -> Iterator[Geometry]:
     """Geometries to try for a head count, best first, whether or not they fit."""
     # With more than 32 heads the value warps hold more output than an even deal of registers leaves them.
     many = heads_n > EVEN_DEAL_HEADS
     if many and not arch.has_setmaxnreg:
         return
-    registers = ((168, 152, 24) if many else (128, 232, 24)) if arch.has_setmaxnreg else None
-    warp_blocks = 2 if many else 1  # two blocks share each query fragment: halves the largest shared-memory traffic
-    for tile_tokens, buffers, least_stages in ((64, 2, 4), (64, 1, 4), (32, 2, 3), (32, 1, 3), (32, 1, 2)):
+    registers, warp_blocks = None, 1
+    if arch.has_setmaxnreg and not many:
+        registers = (128, 232, 24)
+    elif arch.mma_class == WGMMA:
+        registers = (176, 136, 24)
+    elif many:
+        # ptxas takes more registers there; two token blocks a warp halve the head tiles, and fit.
+        registers, warp_blocks = (168, 152, 24), 2
+    tiles = ((64, 2, 4), (64, 1, 4), (32, 2, 3), (32, 1, 3), (32, 1, 2))
+    if many and encoding.probability_copies == 1:
+        tiles = tiles[2:]  # unscaled keys come straight from matrix loads, whose registers do not fit beside a 64-token tile
+    for tile_tokens, buffers, least_stages in tiles:
         for stages in range(MAX_STAGES, least_stages - 1, -1):
             yield Geometry(
                 heads_n=heads_n,
@@ -146,7 +155,7 @@ def preferred_shapes(heads_n: int, arch: Arch) -> Iterator[Geometry]:
 
 def fitting_geometry(fmt: KvFormat, encoding: Encoding, heads_n: int, arch: Arch) -> Geometry | None:
     """The preferred geometry for a head count, or None when no shape fits the arch."""
-    for geometry in preferred_shapes(heads_n, arch):
+    for geometry in preferred_shapes(encoding, heads_n, arch):
         if smem_fields(fmt, encoding, geometry)[1] <= arch.smem_optin_bytes:
             return geometry
     return None

@@ -15,9 +15,9 @@ MMA_FLOPS_PER_US = 3.0e6
 # Barriers and softmax of a tile, not hidden behind copies or matrix work.
 TILE_FIXED_US = 0.3
 # Query staging, the first gather's latency and the epilogue of one CTA.
-PART_FIXED_US = 3.0
+PART_FIXED_US = 6.0
 # Second kernel: its own start and end, after the main kernel's.
-COMBINE_FIXED_US = 2.0
+COMBINE_FIXED_US = 4.0
 # Partial outputs are written and read back through L2.
 COMBINE_BYTES_PER_US = 2.5e6
 # Index columns of a split when the split count may depend on the row width only.

@@ -30,20 +30,20 @@ struct Bf16 {
     float other[kRows][kTiles][4] = {};  // a second accumulator chain, so that neither waits for itself
 #pragma unroll 3
     for (int step = 0; step < kSteps; step += 2) {
-      Words4 a[kRows][2];
+      Words4 a[kRows][2], b[kTiles];
 #pragma unroll
       for (int m = 0; m < kRows; ++m)
 #pragma unroll
         for (int i = 0; i < 2; ++i) a[m][i] = ptx::load_matrix_x4(key + 16 * m * C::kRowPitchBytes + (step + i) * 32);
 #pragma unroll
-      for (int j = 0; j < kTiles; ++j) {
-        const Words4 b = ptx::load_matrix_x4(query_lane + j * 8 * C::kQueryPitchBytes + step * 32);
+      for (int j = 0; j < kTiles; ++j) b[j] = ptx::load_matrix_x4(query_lane + j * 8 * C::kQueryPitchBytes + step * 32);
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j)
 #pragma unroll
         for (int m = 0; m < kRows; ++m) {
-          ptx::mma_bf16(s[m][j], a[m][0].x, a[m][0].y, a[m][0].z, a[m][0].w, b.x, b.y);
-          ptx::mma_bf16(other[m][j], a[m][1].x, a[m][1].y, a[m][1].z, a[m][1].w, b.z, b.w);
+          ptx::mma_bf16(s[m][j], a[m][0].x, a[m][0].y, a[m][0].z, a[m][0].w, b[j].x, b[j].y);
+          ptx::mma_bf16(other[m][j], a[m][1].x, a[m][1].y, a[m][1].z, a[m][1].w, b[j].z, b[j].w);
         }
-      }
     }
 #pragma unroll
     for (int m = 0; m < kRows; ++m)

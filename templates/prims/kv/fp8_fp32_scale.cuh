@@ -115,27 +115,35 @@ struct Fp8Fp32Scale {
         high[t][m][0] = b.x, high[t][m][1] = b.y, high[t][m][2] = b.z, high[t][m][3] = b.w;
       }
 #pragma unroll
-    for (int pair = 0; pair < 2; ++pair)
+    for (int pair = 0; pair < 2; ++pair) {
+      u32 a[kTogether][kRows][2][4];
+      Words4 b[kTogether][kTiles];
 #pragma unroll
       for (int t = 0; t < kTogether; ++t) {
-        u32 a[kRows][2][4];
+        const int step = 8 * (g + t) + 4 * half + 2 * pair;
+#pragma unroll
+        for (int j = 0; j < kTiles; ++j) b[t][j] = ptx::load_matrix_x4(query_lane + j * 8 * C::kQueryPitchBytes + step * 32);
 #pragma unroll
         for (int m = 0; m < kRows; ++m)
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
-            key_pairs(low[t][m][2 * pair + i], a[m][i][0], a[m][i][2]);
-            key_pairs(high[t][m][2 * pair + i], a[m][i][1], a[m][i][3]);
+            key_pairs(low[t][m][2 * pair + i], a[t][m][i][0], a[t][m][i][2]);
+            key_pairs(high[t][m][2 * pair + i], a[t][m][i][1], a[t][m][i][3]);
           }
-        const int step = 8 * (g + t) + 4 * half + 2 * pair;
-#pragma unroll
-        for (int j = 0; j < kTiles; ++j) {
-          const Words4 b = ptx::load_matrix_x4(query_lane + j * 8 * C::kQueryPitchBytes + step * 32);
-#pragma unroll
-          for (int m = 0; m < kRows; ++m) ptx::mma_f16(acc[t][m][j], a[m][0][0], a[m][0][1], a[m][0][2], a[m][0][3], b.x, b.y);
-#pragma unroll
-          for (int m = 0; m < kRows; ++m) ptx::mma_f16(acc[t][m][j], a[m][1][0], a[m][1][1], a[m][1][2], a[m][1][3], b.z, b.w);
-        }
       }
+      // Steps outermost: an accumulator meets itself again only after all others.
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+#pragma unroll
+        for (int t = 0; t < kTogether; ++t)
+#pragma unroll
+          for (int j = 0; j < kTiles; ++j)
+#pragma unroll
+            for (int m = 0; m < kRows; ++m) {
+              const u32(&k)[4] = a[t][m][i];
+              ptx::mma_f16(acc[t][m][j], k[0], k[1], k[2], k[3], i == 0 ? b[t][j].x : b[t][j].z, i == 0 ? b[t][j].y : b[t][j].w);
+            }
+    }
   }
 
   // The bf16 RoPE dims: plain matrix loads of the rows, accumulated unscaled.
@@ -144,19 +152,21 @@ struct Fp8Fp32Scale {
     const u32 key = rows + (lane % 16) * C::kRowPitchBytes + C::kRopeOffsetBytes + (lane / 16) * 16;
 #pragma unroll
     for (int step = 0; step < C::kRopeDims / 16; step += 2) {
-      Words4 a[kRows][2];
+      Words4 a[kRows][2], b[kTiles];
 #pragma unroll
       for (int m = 0; m < kRows; ++m)
 #pragma unroll
         for (int i = 0; i < 2; ++i) a[m][i] = ptx::load_matrix_x4(key + 16 * m * C::kRowPitchBytes + (step + i) * 32);
 #pragma unroll
-      for (int j = 0; j < kTiles; ++j) {
-        const Words4 b = ptx::load_matrix_x4(query_lane + j * 8 * C::kQueryPitchBytes + 2 * C::kNopeDims + step * 32);
+      for (int j = 0; j < kTiles; ++j)
+        b[j] = ptx::load_matrix_x4(query_lane + j * 8 * C::kQueryPitchBytes + 2 * C::kNopeDims + step * 32);
 #pragma unroll
-        for (int m = 0; m < kRows; ++m) ptx::mma_bf16(s[m][j], a[m][0].x, a[m][0].y, a[m][0].z, a[m][0].w, b.x, b.y);
+      for (int i = 0; i < 2; ++i)
 #pragma unroll
-        for (int m = 0; m < kRows; ++m) ptx::mma_bf16(s[m][j], a[m][1].x, a[m][1].y, a[m][1].z, a[m][1].w, b.z, b.w);
-      }
+        for (int j = 0; j < kTiles; ++j)
+#pragma unroll
+          for (int m = 0; m < kRows; ++m)
+            ptx::mma_bf16(s[m][j], a[m][i].x, a[m][i].y, a[m][i].z, a[m][i].w, i == 0 ? b[j].x : b[j].z, i == 0 ? b[j].y : b[j].w);
     }
   }
 
