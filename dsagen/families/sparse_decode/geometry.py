@@ -11,6 +11,7 @@ from dsagen.kv_format import KvFormat, Layout, ScaleKind
 from dsagen.plan import SmemField, lay_out_smem, round_up
 
 MAX_HEADS_PER_CTA = 64
+BUILT_DIMS = (576, 512)  # d_qk, d_v
 EVEN_DEAL_HEADS = 32
 MAX_STAGES = 8
 MMA_TOKENS = 16  # tokens of one MMA row block
@@ -60,6 +61,8 @@ def encoding_of(fmt: KvFormat) -> Encoding | str:
     """The encoding that reads a format, or why none does."""
     if fmt.layout is not Layout.INTERLEAVED or len(fmt.tensors) != 1:
         return f"KV format {fmt.format_id}: rows that are split over sections or tensors are not built yet"
+    if (fmt.d_qk, fmt.d_v) != BUILT_DIMS:
+        return f"KV format {fmt.format_id}: d_qk {fmt.d_qk}, d_v {fmt.d_v}: rows other than 512 + 64 RoPE dims are not built yet"
     values = fmt.segment("values")
     if values.element is E4M3 and fmt.scale_kind in (ScaleKind.FP32, ScaleKind.FP32_POW2) and fmt.scale_group_dims == 128:
         return Encoding("kv::Fp8Fp32Scale<Constants>", "prims/kv/fp8_fp32_scale.cuh", fmt.scale_groups)
