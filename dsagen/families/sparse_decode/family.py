@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from dsagen.arch import Arch
 from dsagen.arch import arch as arch_row
 from dsagen.families.sparse_decode.geometry import (
-    Encoding,
     STAGE_TOKENS,
+    Encoding,
     Geometry,
     encoding_of,
     fitting_geometry,
@@ -208,8 +208,9 @@ def _budget(
     output_registers = fmt.d_v * g.heads_n // (32 * g.value_warps)
     roles = f"{g.value_warps} value, {g.score_warps} score and {g.producers} producer warps"
     moved = f", after moving {g.registers[0]} / {g.registers[1]} / {g.registers[2]}" if g.registers else ""
+    tile = f"tiles of {g.tile_tokens} tokens, {g.stages} stages of {STAGE_TOKENS} rows"
     return (
-        ("shape", f"{g.heads_n} heads, tiles of {g.tile_tokens} tokens, {g.stages} stages of {STAGE_TOKENS} rows, {roles}"),
+        ("shape", f"{g.heads_n} heads, {tile}, {roles}"),
         ("shared memory", f"{smem_bytes} of {arch.smem_optin_bytes} B"),
         ("registers", f"{registers_cap} a thread{moved}; {output_registers} of a value warp's hold the output"),
         ("row buffers", f"{g.stages * STAGE_TOKENS * row_bytes(fmt)} B of rows"),

@@ -30,10 +30,10 @@ class Encoding:
 class Geometry:
     """Sizes of one main kernel.
 
-    `heads_n` is the padded head count of a CTA. A score warp takes `warp_blocks` blocks of 16 tokens; the score warps that
-    this leaves over share the heads. `bulk` rows arrive by bulk copies (sm_90+), others by 16-byte asynchronous copies.
-    `groups_together` scale groups of a score run side by side, which takes registers.
-    `registers` is what value, score and producer warps have after moving registers (sm_90a and newer); None: an even deal.
+    `heads_n` is the padded head count of a CTA. A score warp takes `warp_blocks` blocks of 16 tokens; the score warps
+    that this leaves over share the heads. `bulk` rows arrive by bulk copies (sm_90+), others by 16-byte asynchronous
+    copies. `groups_together` scale groups of a score run side by side, which takes registers. `registers` is what
+    value, score and producer warps have after moving registers (sm_90a and newer); None: an even deal.
     """
 
     heads_n: int
@@ -57,18 +57,22 @@ class Geometry:
 
 STAGE_TOKENS = 32  # one row per producer lane
 
+
 def encoding_of(fmt: KvFormat) -> Encoding | str:
     """The encoding that reads a format, or why none does."""
     if fmt.layout is not Layout.INTERLEAVED or len(fmt.tensors) != 1:
         return f"KV format {fmt.format_id}: rows that are split over sections or tensors are not built yet"
     if (fmt.d_qk, fmt.d_v) != BUILT_DIMS:
-        return f"KV format {fmt.format_id}: d_qk {fmt.d_qk}, d_v {fmt.d_v}: rows other than 512 + 64 RoPE dims are not built yet"
+        dims = f"d_qk {fmt.d_qk}, d_v {fmt.d_v}"
+        return f"KV format {fmt.format_id}: {dims}: rows other than 512 + 64 RoPE dims are not built yet"
     values = fmt.segment("values")
-    if values.element is E4M3 and fmt.scale_kind in (ScaleKind.FP32, ScaleKind.FP32_POW2) and fmt.scale_group_dims == 128:
+    has_fp32_scales = fmt.scale_kind in (ScaleKind.FP32, ScaleKind.FP32_POW2)
+    if values.element is E4M3 and has_fp32_scales and fmt.scale_group_dims == 128:
         return Encoding("kv::Fp8Fp32Scale<Constants>", "prims/kv/fp8_fp32_scale.cuh", fmt.scale_groups)
     if values.element is BF16 and fmt.scale_kind is ScaleKind.NONE:
         return Encoding("kv::Bf16<Constants>", "prims/kv/bf16.cuh", 1)
-    return f"KV format {fmt.format_id}: {values.element.name} values with {fmt.scale_kind.value} scales are not built yet"
+    kind = f"{values.element.name} values with {fmt.scale_kind.value} scales"
+    return f"KV format {fmt.format_id}: {kind} are not built yet"
 
 
 def odd_pitch_bytes(row_bytes: int) -> int:
@@ -139,9 +143,10 @@ def preferred_shapes(encoding: Encoding, heads_n: int, arch: Arch) -> Iterator[G
     elif many:
         # ptxas takes more registers there; two token blocks a warp halve the head tiles, and fit.
         registers, warp_blocks = (168, 152, 24), 2
-    tiles = ((64, 2, 4), (64, 1, 4), (32, 2, 3), (32, 1, 3), (32, 1, 2))
+    tiles: tuple[tuple[int, int, int], ...] = ((64, 2, 4), (64, 1, 4), (32, 2, 3), (32, 1, 3), (32, 1, 2))
     if many and encoding.probability_copies == 1:
-        tiles = tiles[2:]  # unscaled keys come straight from matrix loads, whose registers do not fit beside a 64-token tile
+        # Unscaled keys come straight from matrix loads, whose registers do not fit beside a 64-token tile.
+        tiles = tiles[2:]
     for tile_tokens, buffers, least_stages in tiles:
         for stages in range(MAX_STAGES, least_stages - 1, -1):
             yield Geometry(

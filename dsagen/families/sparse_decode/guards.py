@@ -22,15 +22,15 @@ PLAN_GUARDS: tuple[Guard, ...] = (
         "SD-01",
         "plan",
         "stages > tile_stages and producers <= stages",
-        "stages {stages}: a tile of {tile_stages} stages needs one more than that, and {producers} producers one each, or the "
-        "ring deadlocks",
+        "stages {stages}: a tile of {tile_stages} stages needs one more than that, and {producers} producers one each, "
+        "or the ring deadlocks",
     ),
     Guard(
         "SD-15",
         "plan",
         "moved_registers <= compiled_registers",
-        "registers: the roles ask for {moved_registers} of the {compiled_registers} that the kernel is compiled with, so the "
-        "last to ask would wait forever",
+        "registers: the roles ask for {moved_registers} of the {compiled_registers} that the kernel is compiled with, "
+        "so the last to ask would wait forever",
     ),
     Guard(
         "SD-02",
