@@ -75,7 +75,8 @@ struct Combine {
     const float* partial = p.o_accum + (row * p.num_splits * p.heads + head) * C::kValueDims + 4 * thread;
     const i64 split_stride = static_cast<i64>(p.heads) * C::kValueDims;
     for (int first = 0; first < p.num_splits; first += 32) {
-      const float weight = ptx::exp2_approx(split_lse(lse, p, first + lane) - weight_base);
+      // Past the last split 0 whatever the base: a NaN there would read beyond the partials.
+      const float weight = first + lane < p.num_splits ? ptx::exp2_approx(split_lse(lse, p, first + lane) - weight_base) : 0.0f;
       const int count = p.num_splits - first < 32 ? p.num_splits - first : 32;
 #pragma unroll 1
       for (int j = 0; j < count; j += kAtOnce) {
@@ -84,7 +85,7 @@ struct Combine {
 #pragma unroll
         for (int k = 0; k < kAtOnce; ++k) {
           w[k] = ptx::float_of(ptx::shuffle(ptx::bits_of(weight), j + k));
-          // An empty split leaves its partial unwritten: without weight it is not read. Past the last split weights are 0.
+          // An empty split leaves its partial unwritten: without weight it is not read.
           o[k] = ptx::load_global_16_if(w[k] != 0.0f, partial + (first + j + k) * split_stride);
         }
 #pragma unroll
