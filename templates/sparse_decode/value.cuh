@@ -99,7 +99,9 @@ struct ValueWarp {
     }
   }
 
-  DSA_DEVICE void scale_output(const float* factors) {
+  // `factors`: one per head, in shared memory.
+  template <class Factors>
+  DSA_DEVICE void scale_output(const Factors& factors) {
 #pragma unroll
     for (int t = 0; t < kHeadTiles; ++t)
 #pragma unroll
