@@ -30,7 +30,14 @@ CHECKED_ROWS = 32
 GROUP_DIMS = 128
 # A peer may round the cache's scales to bf16, or read bf16 copies of its rows; what it must not be is wrong.
 PEER_GATES = Gates(
-    out_abs=4e-3, out_rel=4e-2, out_cos=5e-5, group_error=2e-2, lse_abs=4e-3, lse_rel=4e-3, lse_limit=1e-1
+    out_abs=4e-3,
+    out_rel=4e-2,
+    out_cos=5e-5,
+    group_error=2e-2,
+    head_error=4e-2,
+    lse_abs=4e-3,
+    lse_rel=4e-3,
+    lse_limit=1e-1,
 )
 
 Progress = Callable[[str], None]

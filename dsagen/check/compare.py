@@ -23,6 +23,8 @@ _LOGIT_ERROR = 4e-6
 class Gates:
     """Limits of one comparison. An element passes with an absolute *or* a relative error below its gate.
 
+    `group_error` bounds the relative Frobenius error of a scale group's dims over all rows and heads, `head_error`
+    that of one row and head: a single token's probability and its output are each rounded to bf16, by up to 2^-8.
     `out_abs_rms` adds an absolute gate in units of its group's RMS, for values whose magnitude is not about 1.
     `lse_limit` holds for every finite lse, whatever the relative gate allows.
     """
@@ -32,6 +34,7 @@ class Gates:
     out_cos: float = 5e-6
     out_abs_rms: float = 0.0
     group_error: float = 4e-3
+    head_error: float = 2 * 2.0**-8
     lse_abs: float = 1e-6
     lse_rel: float = 8.01 * 2.0**-16
     lse_cos: float = 5e-6
@@ -51,6 +54,7 @@ class Gates:
             out_abs_rms=2e-2 + 10 * logit_error,
             out_cos=self.out_cos + group_error**2,
             group_error=group_error,
+            head_error=self.head_error + 2 * logit_error,
             lse_limit=self.lse_limit + logit_error,
         )
 
@@ -116,15 +120,31 @@ def _compare_out(got: Tensor, want: Tensor, group_dims: int, gates: Gates) -> Co
     typical = norm.square().mean((0, 1), keepdim=True).sqrt()
     heavy = (norm > _NEGLIGIBLE_GROUP * typical) & (norm > 0)
     error = torch.where(heavy, difference.square().mean(3).sqrt() / norm.masked_fill(~heavy, 1.0), 0.0)
+    whole = difference * heavy.unsqueeze(3)
+    power = (norm * heavy).square().sum((0, 1)) * group_dims
+    per_group = (whole.square().sum((0, 1, 3)) / power.masked_fill(power == 0, 1.0)).sqrt()
+    problem = _group_problem(per_group, group_dims, gates) or _head_problem(error, group_dims, gates)
+    return replace(plain, worst_group=float(per_group.max()), problem=problem)
+
+
+def _dims(group: int, group_dims: int) -> str:
+    return f"dims {group * group_dims}..{(group + 1) * group_dims - 1}"
+
+
+def _group_problem(error: Tensor, group_dims: int, gates: Gates) -> str:
+    worst, group = error.max(0)
+    if float(worst) <= gates.group_error:
+        return ""
+    text = f"relative Frobenius error {float(worst):.3g} > {gates.group_error:.3g}"
+    return f"all rows and heads, {_dims(int(group), group_dims)}: {text}"
+
+
+def _head_problem(error: Tensor, group_dims: int, gates: Gates) -> str:
     worst, where = error.flatten().max(0)
-    problem = ""
-    if not float(worst) <= gates.group_error:
-        row, head, group = _unravel(int(where), error.shape)
-        problem = (
-            f"row {row}, head {head}, dims {group * group_dims}..{(group + 1) * group_dims - 1}: "
-            f"relative Frobenius error {float(worst):.3g} > {gates.group_error:.3g}"
-        )
-    return replace(plain, worst_group=float(worst), problem=problem)
+    if float(worst) <= gates.head_error:
+        return ""
+    row, head, group = _unravel(int(where), error.shape)
+    return f"row {row}, head {head}, {_dims(group, group_dims)}: relative Frobenius error {float(worst):.3g} > {gates.head_error:.3g}"
 
 
 def _compare_lse(got: Tensor, want: Tensor, gates: Gates) -> Comparison:
