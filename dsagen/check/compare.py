@@ -144,7 +144,8 @@ def _head_problem(error: Tensor, group_dims: int, gates: Gates) -> str:
     if float(worst) <= gates.head_error:
         return ""
     row, head, group = _unravel(int(where), error.shape)
-    return f"row {row}, head {head}, {_dims(group, group_dims)}: relative Frobenius error {float(worst):.3g} > {gates.head_error:.3g}"
+    text = f"relative Frobenius error {float(worst):.3g} > {gates.head_error:.3g}"
+    return f"row {row}, head {head}, {_dims(group, group_dims)}: {text}"
 
 
 def _compare_lse(got: Tensor, want: Tensor, gates: Gates) -> Comparison:
