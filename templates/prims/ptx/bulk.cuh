@@ -24,7 +24,7 @@ DSA_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::ct
 
 // `bytes` global -> shared, completing on `barrier`. Addresses and size are multiples of 16.
 DSA_DEVICE void copy_bulk(u32 shared_dst, const void* global_src, u32 bytes, u32 barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_dst),
+  asm volatile("cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_dst),
                "l"(global_src), "r"(bytes), "r"(barrier)
                : "memory");
 }
