@@ -14,8 +14,9 @@
 //
 //   landed[stage]   the producer's copies arrive; score and value threads wait. Parity of stage n: (n / kStages) & 1.
 //   freed[stage]    one lane of each score and value warp arrives after its last read; the producer waits before refilling.
-//   filled[buffer]  one lane of each score warp arrives; value warps wait for P of tile i: parity (i / kBuffers) & 1.
-//   drained[buffer] one lane of each value warp arrives; score warps wait before they overwrite it.
+//   filled[buffer]  every score thread arrives; value threads wait for P of tile i: parity (i / kProbabilityBuffers) & 1.
+//   drained[buffer] every value thread arrives; score threads wait before they overwrite it.
+//   finished        every score thread arrives once; value threads wait for the output factors.
 //   B  barrier_any of the score warps: whether some score outgrew the softmax reference.
 //   Slow path (the first tile, then rarely): column maxima -> C -> one thread per head raises the reference -> C; the value
 //   warps find the factor by which O shrinks beside the P that they take over.
@@ -70,7 +71,6 @@ struct MmaSync {
     start_consumer(p, shared, work);
     ValueWarp<C, Shared, Encoding, Params> value(p, shared, work, warp_index(), lane_index());
     value.run();
-    ptx::barrier_sync(2, 32 * kConsumerWarps);
     value.write();
   }
 
@@ -78,7 +78,6 @@ struct MmaSync {
     const Work<C, Params> work(p);
     start_consumer(p, shared, work);
     ScoreWarp<C, Shared, Encoding, Params>(p, shared, work, warp_index() - C::kValueWarps, lane_index()).run();
-    ptx::barrier_sync(2, 32 * kConsumerWarps);
   }
 
   static DSA_DEVICE void run_producer(const Params& p, Shared& shared) {
@@ -107,9 +106,10 @@ struct MmaSync {
     }
 #pragma unroll 1
     for (int buffer = 0; buffer < C::kProbabilityBuffers; ++buffer) {
-      ptx::mbarrier_init(ptx::shared_address(&shared.filled[buffer]), C::kScoreWarps);
-      ptx::mbarrier_init(ptx::shared_address(&shared.drained[buffer]), C::kValueWarps);
+      ptx::mbarrier_init(ptx::shared_address(&shared.filled[buffer]), 32 * C::kScoreWarps);
+      ptx::mbarrier_init(ptx::shared_address(&shared.drained[buffer]), 32 * C::kValueWarps);
     }
+    ptx::mbarrier_init(ptx::shared_address(&shared.finished[0]), 32 * C::kScoreWarps);
     RowCopy::fence_init();
   }
 };

@@ -81,8 +81,7 @@ struct ScoreWarp {
     if (warp == 0 && lane == 0) shared.raised[buffer] = raise;
     if (raise) raise_reference(s, valid, buffer);
     if (live) store_probabilities(s, valid, rows, buffer);
-    ptx::warp_sync();
-    if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&shared.filled[buffer]));
+    ptx::mbarrier_arrive(ptx::shared_address(&shared.filled[buffer]));
   }
 
   // Scores in log2 units: S times the logit factor.
@@ -217,6 +216,7 @@ struct ScoreWarp {
       }
     sync();
     if (warp * 32 + lane < C::kHeads) finish_head(warp * 32 + lane);
+    ptx::mbarrier_arrive(ptx::shared_address(&shared.finished[0]));
   }
 
   // One thread per head: log-sum-exp, and the output factor (left in head_value).

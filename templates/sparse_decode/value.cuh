@@ -36,14 +36,13 @@ struct ValueWarp {
       ptx::mbarrier_wait(ptx::shared_address(&shared.filled[buffer]), round & 1);
       if (shared.raised[buffer]) scale_output(shared.shrink[buffer]);
       accumulate(slot, parity, buffer);
-      ptx::warp_sync();
-      if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&shared.drained[buffer]));
+      ptx::mbarrier_arrive(ptx::shared_address(&shared.drained[buffer]));
       if (++buffer == C::kProbabilityBuffers) buffer = 0, ++round;
     }
   }
 
-  // After the score warps have left the output factors in head_value.
   DSA_DEVICE void write() {
+    ptx::mbarrier_wait(ptx::shared_address(&shared.finished[0]), 0);  // the output factors are in head_value
     if (work.tiles == 0 && p.num_splits > 1) return;  // the combine gives an empty split no weight and does not read it
     scale_output(shared.head_value);
     if (p.num_splits > 1) {

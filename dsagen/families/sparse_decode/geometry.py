@@ -107,6 +107,7 @@ def smem_fields(fmt: KvFormat, encoding: Encoding, geometry: Geometry) -> tuple[
             SmemField("freed", "u64", (g.stages,), "barriers: score and value warps are done with a stage"),
             SmemField("filled", "u64", (g.probability_buffers,), "barriers: the probabilities of a tile are complete"),
             SmemField("drained", "u64", (g.probability_buffers,), "barriers: the value warps are done with them"),
+            SmemField("finished", "u64", (1,), "barrier: the output factors are complete"),
             SmemField("addresses", "u64", (g.producers, STAGE_TOKENS), "row addresses of the stage being started"),
             SmemField("query", "u8", (g.heads_n, query_pitch_bytes(fmt)), "query image, one row per head"),
             SmemField(
