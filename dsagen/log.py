@@ -20,22 +20,55 @@ _LEVELS = {
 _FORMAT = "dsagen %(levelname)s: %(message)s"
 
 
-def configure_logging(verbose: int = 0) -> None:
-    """Give the `dsagen` logger its level and its one handler, from the knobs; `verbose` 1 means info, 2 debug.
+class _Owner:
+    """What this module did to the logger: its own handler, and whether a command line decided for good."""
 
-    Raises KnobError for a destination that cannot be opened. Calling it again replaces the handler.
+    handler: logging.Handler | None = None
+    command_line: bool = False
+
+
+def configure_logging(verbose: int = 0) -> None:
+    """For a command line, which owns its process: level, one handler, and no way up to the root logger.
+
+    `verbose` 1 means info, 2 debug, where the knob says less. Raises KnobError for a destination that cannot be opened.
+    Calling it again replaces the handler.
     """
     level = _LEVELS[knobs.LOG.get()]
     if verbose:
         level = min(level, logging.INFO if verbose == 1 else logging.DEBUG)
+    _replace_handler(_handler(knobs.LOG_DEST.get()))
     logger = logging.getLogger(LOGGER_NAME)
-    handler = _handler(knobs.LOG_DEST.get())
-    handler.setFormatter(logging.Formatter(_FORMAT))
-    for old in logger.handlers:
-        old.close()
-    logger.handlers = [handler]
     logger.setLevel(level)
     logger.propagate = False
+    _Owner.command_line = True
+
+
+def configure_library_logging() -> None:
+    """For a process that is somebody else's: obey the knobs that are set, on the `dsagen` logger alone.
+
+    DSAGEN_LOG sets the level. A handler is added where DSAGEN_LOG_DEST asks for one, or where DSAGEN_LOG is set and
+    no handler of the application would print the lines. With neither set nothing changes. Raises KnobError.
+    """
+    if _Owner.command_line:
+        return
+    logger = logging.getLogger(LOGGER_NAME)
+    if knobs.LOG.is_set():
+        logger.setLevel(_LEVELS[knobs.LOG.get()])
+    _replace_handler(None)
+    if knobs.LOG_DEST.is_set() or (knobs.LOG.is_set() and not logger.hasHandlers()):
+        _replace_handler(_handler(knobs.LOG_DEST.get()))
+
+
+def _replace_handler(handler: logging.Handler | None) -> None:
+    """Take the own handler off and add another; those of the application stay."""
+    logger = logging.getLogger(LOGGER_NAME)
+    if _Owner.handler is not None:
+        logger.removeHandler(_Owner.handler)
+        _Owner.handler.close()
+    if handler is not None:
+        handler.setFormatter(logging.Formatter(_FORMAT))
+        logger.addHandler(handler)
+    _Owner.handler = handler
 
 
 def _handler(destination: str) -> logging.Handler:

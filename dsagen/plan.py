@@ -122,7 +122,8 @@ class KernelPlan:
     `template` renders it; `constants` become one C++ struct; `params` is the argument block, packed as given. The
     launch is `grid` CTAs (an expression over run-time names, for people; the family's op computes it) of `threads`
     threads with `smem_bytes` of dynamic shared memory. `overlaps_previous` marks a kernel that waits for its
-    predecessor inside (programmatic dependent launch where the arch has it).
+    predecessor inside (programmatic dependent launch where the arch has it). `moves_registers` marks one whose warps
+    hand registers to each other: it is reckoned from exactly `registers_cap` a thread.
     """
 
     variant: Variant
@@ -140,6 +141,7 @@ class KernelPlan:
     overlaps_previous: bool
     guards: tuple[CheckedGuard, ...]
     budget: tuple[tuple[str, str], ...] = ()
+    moves_registers: bool = False
 
     @property
     def slug(self) -> str:

@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dsagen.guard import failures
+from dsagen.limits import BUILD_GUARDS
+
 _FUNCTION = re.compile(r"(?:Function properties for|Compiling entry function) '?([\w$.]+)'?")
 _STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _USED = re.compile(r"Used (\d+) registers")
@@ -21,6 +24,8 @@ _ERROR_LINE = re.compile(r"\b(?:error|fatal)\b", re.IGNORECASE)
 _SUMMARY_LINE = re.compile(r"\d+ errors? detected|compilation aborted", re.IGNORECASE)
 _KILLED = re.compile(r"died due to signal 9|\bKilled\b")
 _KILLED_EXIT_CODES = (137, -9)
+# What a thread can have on every arch.
+MAX_REGISTERS = 255
 _HINTS = (
     (
         re.compile(r"Unsupported \.version"),
@@ -87,17 +92,23 @@ def parse_report(log: str, symbol: str) -> KernelReport | None:
 
 
 def refusal(report: KernelReport, plan: Mapping[str, Any]) -> str | None:
-    """Why a kernel that compiled is refused, or None: stack or spills above the plan's, or a C75xx message."""
-    allowed = int(plan.get("allow_spill_bytes", 0))
-    if max(report.stack_bytes, report.spill_store_bytes, report.spill_load_bytes) > allowed:
-        return (
-            f"{report.symbol} spills: {report.stack_bytes} bytes stack frame, {report.spill_store_bytes} bytes spill "
-            f"stores, {report.spill_load_bytes} bytes spill loads per thread at {report.registers} registers; "
-            f"the plan allows {allowed} (allow_spill_bytes)"
-        )
-    if report.performance_messages:
-        return f"{report.symbol} compiled with what ptxas reports as lost performance: {report.performance_messages[0]}"
-    return None
+    """The first build guard that a compiled kernel breaks, as its message, or None.
+
+    Of the plan it reads `allow_spill_bytes`, `registers_cap` and `moves_registers`, where they are.
+    """
+    values = {
+        "stack_bytes": report.stack_bytes,
+        "spill_store_bytes": report.spill_store_bytes,
+        "spill_load_bytes": report.spill_load_bytes,
+        "allow_spill_bytes": int(plan.get("allow_spill_bytes", 0)),
+        "performance_messages": len(report.performance_messages),
+        "registers": report.registers,
+        "registers_cap": int(plan.get("registers_cap", MAX_REGISTERS)),
+        "moves_registers": bool(plan.get("moves_registers", False)),
+    }
+    first_message = next(iter(report.performance_messages), "")
+    refused = failures(BUILD_GUARDS, values, symbol=report.symbol, first_message=first_message)
+    return refused[0] if refused else None
 
 
 def first_error(log: str) -> str:

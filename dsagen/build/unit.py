@@ -11,7 +11,8 @@ class Unit(Protocol):
 
     `slug` names it (file name and store prefix), `symbol` is its one extern "C" entry, `arch` is like "sm_90a".
     `variant` and `plan` hold JSON values only. `plan["allow_spill_bytes"]`, 0 where absent, is the stack frame and the
-    spill stores and loads, in bytes per thread, that the build accepts.
+    spill stores and loads, in bytes per thread, that the build accepts. A kernel may not take more registers than
+    `plan["registers_cap"]`, nor fewer where `plan["moves_registers"]` is true.
     """
 
     @property

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from dsagen.cli.table import aligned
 from dsagen.guard import Guard
+from dsagen.limits import BUILD_GUARDS, CALL_RULES, LOAD_GUARDS
 from dsagen.plan import KernelPlan
 
 BAR_CELLS = 32
@@ -20,7 +21,10 @@ def plan_lines(plan: KernelPlan, launch_guards: Sequence[Guard], registers: int 
         ("shared memory", smem_lines(plan)),
         ("argument block", params_lines(plan)),
         ("guards that held when this was planned", plan_guard_lines(plan)),
-        ("guards checked at launch", launch_guard_lines(launch_guards)),
+        ("guards checked on the compiled kernel", guard_lines(BUILD_GUARDS)),
+        ("guards checked on the loaded kernel", guard_lines(LOAD_GUARDS)),
+        ("guards checked at launch", guard_lines(launch_guards)),
+        ("what each call is held to besides", call_rule_lines() if launch_guards else []),
     ]
     lines = [plan.slug]
     for title, content in sections:
@@ -32,11 +36,12 @@ def plan_lines(plan: KernelPlan, launch_guards: Sequence[Guard], registers: int 
 def launch_lines(plan: KernelPlan, registers: int | None) -> list[str]:
     """Grid, block, shared memory and registers."""
     used = "not compiled yet" if registers is None else f"{registers} used"
+    exact = "exactly" if plan.moves_registers else "at most"
     overlap = ["starts before its predecessor ends (programmatic dependent launch)"] if plan.overlaps_previous else []
     return [
         f"grid of {plan.grid} blocks, {plan.threads} threads each, at least {plan.min_blocks_per_sm} a multiprocessor",
         f"{plan.smem_bytes} B of dynamic shared memory",
-        f"{plan.registers_cap} registers a thread at most, {used}",
+        f"{plan.registers_cap} registers a thread {exact}, {used}",
         *overlap,
     ]
 
@@ -68,9 +73,14 @@ def plan_guard_lines(plan: KernelPlan) -> list[str]:
     )
 
 
-def launch_guard_lines(guards: Sequence[Guard]) -> list[str]:
+def guard_lines(guards: Sequence[Guard]) -> list[str]:
     """Id and expression."""
     return aligned([[f"[{guard.guard_id}]", guard.expression] for guard in guards])
+
+
+def call_rule_lines() -> list[str]:
+    """Id and text of the rules that no guard says."""
+    return aligned([[f"[{rule}]", text] for rule, text in CALL_RULES.items()])
 
 
 def _bar(begin: int, end: int, total: int) -> str:

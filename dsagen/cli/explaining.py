@@ -87,7 +87,7 @@ def _launch_guards(plan: KernelPlan) -> Sequence[Guard]:
 
     if plan.variant.kernel != "main":
         return ()
-    return [guard for guard in families()[plan.variant.family].guards if guard.when != "plan"]
+    return [guard for guard in families()[plan.variant.family].guards if guard.when == "launch"]
 
 
 def _registers(plan: KernelPlan) -> int | None:

@@ -15,6 +15,7 @@ from dsagen.errors import DeviceError, FrozenError, GuardError
 from dsagen.families.sparse_decode.choice import Candidate, candidates, choose, explain_choice
 from dsagen.families.sparse_decode.op import DecodeShape
 from dsagen.family import Cell, family_of_op
+from dsagen.log import configure_library_logging
 from dsagen.matrix import expand
 from dsagen.plan import KernelPlan
 from dsagen.runtime.driver import CudaDriver, DeviceFacts, Driver
@@ -45,11 +46,14 @@ def load(
 
     `spec` is a file, a shipped spec's name, a mapping or a DeploymentSpec. `device` (torch's current one by default) is
     where plans are made unless they name another; tensors on other devices are served as well, as far as `archs` (some
-    of the spec's; all by default) cover them. DSAGEN_DEBUG_SYNC and DSAGEN_CHECK_INDICES are read here.
+    of the spec's; all by default) cover them. DSAGEN_DEBUG_SYNC, DSAGEN_CHECK_INDICES, DSAGEN_LOG and DSAGEN_LOG_DEST
+    are read here.
 
-    Raises SpecError for a bad spec or one that cannot be built as a whole, DeviceError without a usable GPU, BuildError
-    when a kernel does not compile, StoreError when DSAGEN_NO_JIT is set and one is missing.
+    Raises SpecError for a bad spec or one that cannot be built as a whole, KnobError for a bad variable, DeviceError
+    without a usable GPU, BuildError when a kernel does not compile, StoreError when DSAGEN_NO_JIT is set and one is
+    missing.
     """
+    configure_library_logging()
     return Kernels(load_spec(spec), device=device, archs=archs)
 
 
@@ -244,7 +248,7 @@ class Kernels:
     def _check_values(self, tensors: DecodeTensors, ordinal: int) -> None:
         if self._driver.is_capturing(ordinal):
             raise GuardError(
-                "[SD-24] DSAGEN_CHECK_INDICES: checking waits for the device, which CUDA graph capture does not allow: "
+                "[T-13] DSAGEN_CHECK_INDICES: checking waits for the device, which CUDA graph capture does not allow: "
                 "unset it"
             )
         check_index_values(tensors)
@@ -256,7 +260,7 @@ class Kernels:
     def _require_op(self, op: str) -> None:
         if op not in self.spec.ops:
             raise GuardError(
-                f"[SD-25] {op}: the spec {self.spec.name} declares ops {', '.join(self.spec.ops)}: add it there"
+                f"[T-11] {op}: the spec {self.spec.name} declares ops {', '.join(self.spec.ops)}: add it there"
             )
 
     def _shape(self, batch: int, s_q: int, topk: int) -> DecodeShape:

@@ -11,48 +11,11 @@ from dsagen import knobs
 from dsagen.arch import Arch, arch_for_capability
 from dsagen.build import Store, build_units
 from dsagen.errors import DeviceError, FrozenError, SpecError, StoreError
-from dsagen.guard import Guard, check
+from dsagen.guard import check
+from dsagen.limits import LOAD_GUARDS
 from dsagen.plan import KernelPlan
 from dsagen.render import RenderedUnit, render
 from dsagen.runtime.driver import CAPTURE_ERRORS, NO_BINARY, DeviceFacts, Driver, DriverError
-
-LOAD_GUARDS: tuple[Guard, ...] = (
-    Guard(
-        "L-01",
-        "load",
-        "registers <= registers_cap",
-        "loaded kernel uses {registers} registers a thread, its plan allows {registers_cap}: the store entry is not "
-        "what was planned; rebuild it with `dsagen build --force`",
-    ),
-    Guard(
-        "L-02",
-        "load",
-        "local_bytes == 0",
-        "loaded kernel keeps {local_bytes} B a thread in local memory, its plan none: it spills; rebuild it with "
-        "`dsagen build --force`",
-    ),
-    Guard(
-        "L-03",
-        "load",
-        "threads <= max_threads",
-        "loaded kernel runs with at most {max_threads} threads a block, its plan needs {threads}: rebuild it with "
-        "`dsagen build --force`",
-    ),
-    Guard(
-        "L-04",
-        "load",
-        "static_smem_bytes == 0",
-        "loaded kernel has {static_smem_bytes} B of static shared memory, its plan none: rebuild it with "
-        "`dsagen build --force`",
-    ),
-    Guard(
-        "L-05",
-        "load",
-        "smem_bytes <= device_smem_bytes",
-        "kernel needs {smem_bytes} B of shared memory, this device gives a block {device_smem_bytes} B: build for the "
-        "arch of this device",
-    ),
-)
 
 ReadCubins = Callable[[Sequence[KernelPlan]], dict[str, bytes]]
 
@@ -171,6 +134,7 @@ class Loader:
         values = {
             "registers": found.registers,
             "registers_cap": plan.registers_cap,
+            "moves_registers": plan.moves_registers,
             "local_bytes": found.local_bytes,
             "threads": plan.threads,
             "max_threads": found.max_threads,

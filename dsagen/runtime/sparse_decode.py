@@ -12,14 +12,14 @@ import torch
 
 from dsagen.errors import GuardError
 from dsagen.families.sparse_decode.choice import TENSOR_GUARDS
-from dsagen.families.sparse_decode.op import WORKSPACE_ALIGNMENT_BYTES, DecodePartition, page_divisor
+from dsagen.families.sparse_decode.guards import INDEX_GUARD, LENGTH_GUARD, WORKSPACE_GUARD
+from dsagen.families.sparse_decode.op import DecodePartition, page_divisor
 from dsagen.guard import check
 from dsagen.runtime.driver import Driver
 from dsagen.runtime.launch import ArgumentBlock, KernelLaunch, Number
 from dsagen.runtime.loader import LoadedKernel
 from dsagen.runtime.tensors import (
     TensorRule,
-    dtype_name,
     free_strides,
     require,
     require_device,
@@ -281,10 +281,10 @@ def spec_arguments(spec: DeploymentSpec) -> dict[str, Number]:
 def require_scale(softmax_scale: object) -> float:
     """The scale as a float; GuardError for what is no finite fp32 number."""
     if not isinstance(softmax_scale, int | float) or isinstance(softmax_scale, bool):
-        raise GuardError(f"[SD-20] softmax_scale: expected a number, found {type(softmax_scale).__name__}")
+        raise GuardError(f"[T-12] softmax_scale: expected a number, found {type(softmax_scale).__name__}")
     if not math.isfinite(softmax_scale) or abs(softmax_scale) * _LOG2_E > _FP32_MAX:
         raise GuardError(
-            f"[SD-20] softmax_scale: {softmax_scale} is no finite fp32 number: leave it out for the model's"
+            f"[T-12] softmax_scale: {softmax_scale} is no finite fp32 number: leave it out for the model's"
         )
     return float(softmax_scale)
 
@@ -300,20 +300,16 @@ def check_index_values(t: DecodeTensors) -> None:
         bad = (t.topk_length < 0) | (t.topk_length > topk)
         if bool(bad.any()):
             place = tuple(bad.nonzero()[0].tolist())
-            raise GuardError(
-                f"[SD-21] topk_length{list(place)} = {int(t.topk_length[place])}: the index rows have {topk} columns, "
-                f"so lengths are 0..{topk} ({int(bad.sum())} outside)"
-            )
+            values = {"length": int(t.topk_length[place]), "topk": topk}
+            check([LENGTH_GUARD], values, place=list(place), count=int(bad.sum()))
         lengths = t.topk_length.reshape(t.indices.shape[0], -1, 1)
         live = torch.arange(topk, device=t.indices.device) < lengths
     pool_tokens = int(t.k_cache.shape[0] * t.k_cache.shape[1])
     bad = (t.indices >= pool_tokens) & live
     if bool(bad.any()):
         place = tuple(bad.nonzero()[0].tolist())
-        raise GuardError(
-            f"[SD-22] indices{list(place)} = {int(t.indices[place])}: k_cache holds {pool_tokens} tokens, so ids are "
-            f"below {pool_tokens}, or negative for padding ({int(bad.sum())} past it)"
-        )
+        values = {"token_id": int(t.indices[place]), "pool_tokens": pool_tokens}
+        check([INDEX_GUARD], values, place=list(place), count=int(bad.sum()))
 
 
 def _require_optional(t: DecodeTensors, batch: int, s_q: int, heads: int, d_v: int) -> None:
@@ -367,10 +363,6 @@ def _checked_workspace(workspace: torch.Tensor | None, needed_bytes: int, device
     require_device("workspace", workspace, device, "the plan")
     rule = TensorRule("workspace", ("uint8",), "[bytes]", (None,))
     require(rule, workspace)
-    if workspace.numel() < needed_bytes or workspace.data_ptr() % WORKSPACE_ALIGNMENT_BYTES:
-        raise GuardError(
-            f"[SD-23] workspace: {workspace.numel()} B of {dtype_name(workspace)} at {workspace.data_ptr():#x}, the "
-            f"plan needs {needed_bytes} B at a multiple of {WORKSPACE_ALIGNMENT_BYTES} B: "
-            "sparse_decode_workspace_bytes() tells the size"
-        )
+    given = {"workspace_bytes": workspace.numel(), "workspace_address": workspace.data_ptr()}
+    check([WORKSPACE_GUARD], {**given, "needed_bytes": needed_bytes})
     return workspace if needed_bytes else None

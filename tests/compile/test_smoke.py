@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -16,48 +17,69 @@ from dsagen.spec import load_spec
 
 pytestmark = pytest.mark.compile
 
+FORMAT_SPECS = ("v32_h16", "v32_bf16_h128")
 
-def plans_of(spec_name: str, arch: str) -> tuple[KernelPlan, ...]:
-    matrix = expand(load_spec(spec_name).replace(archs=[arch]))
+
+def plans_of(spec_name: str, arch: str, heads: int) -> tuple[KernelPlan, ...]:
+    matrix = expand(load_spec(spec_name).replace(archs=[arch], heads=heads))
     matrix.require_complete()
     return matrix.plans()
 
 
-def compile_plans(plans: tuple[KernelPlan, ...], arch: str) -> None:
-    units = [render(plan) for plan in plans]
-    results = build_units(units, Store.open(), lambda: toolchain_for(arch))
-    for plan, result in zip(plans, results, strict=True):
-        report = result.entry.report
-        assert report["registers"] <= plan.registers_cap
-        assert (report["spill_store_bytes"], report["spill_load_bytes"], report["stack_bytes"]) == (0, 0, 0)
-        assert report["smem_static_bytes"] == 0
-        assert report["performance_messages"] == []
+def every_plan(spec_name: str, arch: str) -> tuple[KernelPlan, ...]:
+    """Every kernel that some head count of a spec gives on an arch: all its head counts in a CTA, and the combine."""
+    plans = {plan.slug: plan for heads in range(1, 129) for plan in plans_of(spec_name, arch, heads)}
+    return tuple(plans.values())
 
 
 def toolchain_for(arch: str) -> Toolchain:
     return find_toolchain({arch: ARCHS[arch].min_cuda})
 
 
-@pytest.mark.parametrize("spec_name", ["v32_h16", "v32_bf16_h128"])
-def test_every_variant_on_hopper(spec_name: str) -> None:
-    compile_plans(plans_of(spec_name, "sm_90a"), "sm_90a")
-
-
+@pytest.mark.parametrize("spec_name", FORMAT_SPECS)
 @pytest.mark.parametrize("arch", ARCHS)
-def test_every_arch(arch: str) -> None:
-    compile_plans(plans_of("v32_h32", arch), arch)
+def test_every_kernel_compiles_as_planned(arch: str, spec_name: str) -> None:
+    plans = every_plan(spec_name, arch)
+    results = build_units([render(plan) for plan in plans], Store.open(), lambda: toolchain_for(arch))
+    for plan, result in zip(plans, results, strict=True):
+        report = result.entry.report
+        assert report["registers"] <= plan.registers_cap
+        assert report["registers"] == plan.registers_cap or not plan.moves_registers
+        assert (report["spill_store_bytes"], report["spill_load_bytes"], report["stack_bytes"]) == (0, 0, 0)
+        assert report["smem_static_bytes"] == 0
+        assert report["performance_messages"] == []
+
+
+@pytest.mark.parametrize("spec_name", FORMAT_SPECS)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_head_count_up_to_the_largest_is_among_them(arch: str, spec_name: str) -> None:
+    in_a_cta = [plan.variant.axis("n") for plan in every_plan(spec_name, arch) if plan.variant.kernel == "main"]
+    assert sorted(in_a_cta) == list(range(8, max(in_a_cta) + 8, 8))
+    for heads in (1, 24, 61, 128):
+        (main,) = [plan for plan in plans_of(spec_name, arch, heads) if plan.variant.kernel == "main"]
+        groups = math.ceil(heads / max(in_a_cta))
+        assert main.variant.axis("n") == 8 * math.ceil(math.ceil(heads / groups) / 8)
+
+
+@pytest.mark.parametrize("change", [-8, 8])
+def test_a_kernel_that_moves_registers_is_held_to_exactly_what_was_planned(change: int) -> None:
+    plan = plans_of("v32_h16", "sm_90a", 16)[0]
+    unit = render(plan)
+    other = replace(unit, plan={**unit.plan, "registers_cap": plan.registers_cap + change})
+    with pytest.raises(BuildError, match=r"\[B-0[34]\] .* takes 128 registers a thread"):
+        build_units([other], Store.open(), lambda: toolchain_for("sm_90a"))
 
 
 @pytest.mark.parametrize(
     ("original", "changed", "guard_id"),
     [
-        ("static constexpr int kStages = ", "static constexpr int kStages = 1 - 0 * ", "SD-01"),
-        ("alignas(16) float query_factor", "alignas(16) float inserted[4]; alignas(16) float query_factor", "K-03"),
+        ("static constexpr int kProducers = ", "static constexpr int kProducers = 9 + 0 * ", "SD-01"),
+        ("alignas(16) float shrink", "alignas(16) float inserted[4]; alignas(16) float shrink", "K-03"),
         ("  i32 s_q;", "  i32 inserted; i32 s_q;", "K-04"),
     ],
 )
 def test_a_unit_that_leaves_its_plan_does_not_compile(original: str, changed: str, guard_id: str) -> None:
-    unit = render(plans_of("v32_h16", "sm_90a")[0])
+    unit = render(plans_of("v32_h16", "sm_90a", 16)[0])
     assert unit.text.count(original) == 1
     broken: RenderedUnit = replace(unit, text=unit.text.replace(original, changed))
     with pytest.raises(BuildError, match=rf"\[{guard_id}\]"):

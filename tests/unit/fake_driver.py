@@ -9,7 +9,8 @@ import torch
 
 from dsagen.runtime.driver import DeviceFacts, DriverError, KernelAttributes, LaunchConfig
 
-GOOD = KernelAttributes(registers=60, local_bytes=0, static_smem_bytes=0, max_threads=1024)
+# As many registers as plans for this device reckon with.
+GOOD = KernelAttributes(registers=128, local_bytes=0, static_smem_bytes=0, max_threads=1024)
 H200 = DeviceFacts("fake H200", (9, 0), 132, 227 * 1024)
 
 

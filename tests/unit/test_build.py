@@ -140,6 +140,15 @@ def test_a_killed_builder_leaves_nothing_in_the_way(kit, tmp_path):
     os.killpg(process.pid, signal.SIGKILL)
 
 
+@pytest.fixture
+def interruptible():
+    """A shell starts background jobs with interrupts ignored, and so may be this run of the tests."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_stops_the_compilers_and_frees_the_locks(kit, tmp_path):
     write_toolchain(kit, before_nvcc=f"echo $$ > {kit}/pid; exec sleep 30")
 

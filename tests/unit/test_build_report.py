@@ -49,6 +49,15 @@ def test_performance_messages_are_refused_whatever_the_plan():
     assert message in refusal(report, {"allow_spill_bytes": 1 << 20})
 
 
+def test_registers_are_held_to_the_plan():
+    assert refusal(CLEAN, {"registers_cap": 168, "moves_registers": True}) is None
+    assert refusal(CLEAN, {"registers_cap": 176, "moves_registers": False}) is None
+    assert refusal(CLEAN, {"registers_cap": 160}).startswith("[B-03] dsa_fake takes 168 registers a thread, its plan")
+    too_few = refusal(CLEAN, {"registers_cap": 176, "moves_registers": True})
+    assert too_few.startswith("[B-04] dsa_fake takes 168 registers a thread and moves registers between warps")
+    assert "exactly 176" in too_few
+
+
 @pytest.mark.parametrize(
     ("log", "line"),
     [

@@ -105,6 +105,7 @@ def test_arch_list_knob_restricts_unless_the_option_is_given(capsys, spec_file, 
 @pytest.mark.usefixtures("empty_store")
 def test_explain_shows_every_field_guard_and_argument(capsys):
     from dsagen.families.sparse_decode import FAMILY
+    from dsagen.limits import BUILD_GUARDS, CALL_RULES, LOAD_GUARDS
     from dsagen.matrix import expand
     from dsagen.spec import load_spec
 
@@ -115,16 +116,19 @@ def test_explain_shows_every_field_guard_and_argument(capsys):
         assert f"{field.offset_bytes} .. " in out
         assert field.note in out
     assert all(f" {field.declaration} " in out for field in plan.params)
-    assert all(f"[{guard.guard_id}]" in out and guard.expression in out for guard in FAMILY.guards)
+    guards = (*FAMILY.guards, *BUILD_GUARDS, *LOAD_GUARDS)
+    assert all(f"[{guard.guard_id}]" in out and guard.expression in out for guard in guards)
+    assert all(f"[{rule}]" in out and text in out for rule, text in CALL_RULES.items())
     assert "not compiled yet" in out
 
 
 def test_explain_as_json_is_the_plan(capsys):
     explained = run_json(capsys, "explain", "v32_h16")
     main_kernel, combine = explained["variants"]
-    assert main_kernel["plan"]["smem_bytes"] == sum(
-        [main_kernel["plan"]["smem"][-1]["offset_bytes"], 4 * 4 * 16]
-    )  # the last member is block_value, float [4 row blocks][16 heads]
+    last = main_kernel["plan"]["smem"][-1]
+    assert (last["name"], last["extents"]) == ("block_value", [4, 16])
+    end_bytes = last["offset_bytes"] + 4 * 4 * 16
+    assert end_bytes <= main_kernel["plan"]["smem_bytes"] < end_bytes + 128
     assert main_kernel["launch_guards"]
     assert combine["launch_guards"] == []
     assert explained["spec"]["heads"] == 16

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import pytest
 
+import dsagen
 from dsagen.arch import arch
 from dsagen.errors import GuardError
 from dsagen.families.sparse_decode.family import FAMILY, plan_main
-from dsagen.families.sparse_decode.geometry import Geometry
+from dsagen.families.sparse_decode.geometry import Geometry, encoding_of, fitting_geometry
 from dsagen.family import families
 from dsagen.guard import Guard, check, failures
+from dsagen.kv_format import kv_format
+from dsagen.limits import BUILD_GUARDS, CALL_RULES, LOAD_GUARDS
 from dsagen.plan import Variant
 from dsagen.render import render
 
@@ -24,8 +29,18 @@ class Trip:
     message: str
     c: str
     holding: dict[str, int]
+    message_only: dict[str, object] = field(default_factory=dict)
 
 
+COMPILED = {
+    "stack_bytes": 0,
+    "spill_store_bytes": 0,
+    "spill_load_bytes": 0,
+    "allow_spill_bytes": 8,
+    "registers": 128,
+    "registers_cap": 128,
+    "moves_registers": 1,
+}
 K_CACHE = {"k_cache_address": 256, "page_stride_bytes": 41984, "row_stride_bytes": 656}
 PAGES = {"pages": 2, "page_size": 64, "page_bytes": 41984, "io_row_stride_bytes": 656}
 STRIDES = {"q_address": 32, "q_stride_b": 576, "q_stride_s": 576, "q_stride_h": 576}
@@ -47,15 +62,16 @@ TRIPS: dict[str, dict[str, Trip]] = {
             {"registers_cap": 128},
         ),
         "SD-01": Trip(
-            {"stages": 1},
-            "[SD-01] stages 1 < 2: a tile must be in flight while another is used",
-            "stages >= 2",
-            {"stages": 2},
+            {"stages": 2, "tile_stages": 2, "producers": 2},
+            "[SD-01] stages 2: a tile of 2 stages needs one more than that, and 2 producers one each, or the ring "
+            "deadlocks",
+            "(stages > tile_stages && producers <= stages)",
+            {"stages": 3},
         ),
         "SD-02": Trip(
-            {"tile_tokens": 48, "warps": 8},
-            "[SD-02] tile of 48 tokens: must be a multiple of 16 that divides 16 x 8 warps",
-            "((tile_tokens % 16) == 0 && ((16 * warps) % tile_tokens) == 0)",
+            {"tile_tokens": 48, "spare_heads": 1},
+            "[SD-02] tile of 48 tokens: must be a multiple of 32 that the score warps cover",
+            "((tile_tokens % 32) == 0 && spare_heads >= 1)",
             {"tile_tokens": 64},
         ),
         "SD-03": Trip(
@@ -138,10 +154,125 @@ TRIPS: dict[str, dict[str, Trip]] = {
             "((out_address % 4) == 0 && (out_stride_b % 2) == 0 && (out_stride_s % 2) == 0 && (out_stride_h % 2) == 0)",
             {"out_stride_b": 514},
         ),
+        "SD-15": Trip(
+            {"moved_registers": 65537, "compiled_registers": 65536},
+            "[SD-15] registers: the roles ask for 65537 of the 65536 that the kernel is compiled with, so the last to "
+            "ask would wait forever",
+            "moved_registers <= compiled_registers",
+            {"moved_registers": 65536},
+        ),
+        "SD-00": Trip(
+            {"size": -1, "least": 0},
+            "[SD-00] batch: -1 is outside 0..2147483647",
+            "(least <= size && size <= 2147483647)",
+            {"size": 0},
+            {"name": "batch"},
+        ),
+        "SD-23": Trip(
+            {"workspace_bytes": 512, "workspace_address": 0x110, "needed_bytes": 512},
+            "[SD-23] workspace: 512 B at 0x110, the plan needs 512 B at a multiple of 256 B: "
+            "sparse_decode_workspace_bytes() tells the size",
+            "(workspace_bytes >= needed_bytes && (workspace_address % 256) == 0)",
+            {"workspace_address": 0x100},
+        ),
+        "SD-21": Trip(
+            {"length": 101, "topk": 100},
+            "[SD-21] topk_length[1] = 101: the index rows have 100 columns, so lengths are 0..100 (2 outside)",
+            "(0 <= length && length <= topk)",
+            {"length": 100},
+            {"place": [1], "count": 2},
+        ),
+        "SD-22": Trip(
+            {"token_id": 64, "pool_tokens": 64},
+            "[SD-22] indices[1, 2, 70] = 64: k_cache holds 64 tokens, so ids are below 64, or negative for padding (1 "
+            "past it)",
+            "token_id < pool_tokens",
+            {"token_id": -1},
+            {"place": [1, 2, 70], "count": 1},
+        ),
+    },
+    "every family": {
+        "B-01": Trip(
+            {**COMPILED, "stack_bytes": 8, "spill_store_bytes": 16},
+            "[B-01] dsa_x spills: 8 bytes stack frame, 16 bytes spill stores, 0 bytes spill loads per thread at 128 "
+            "registers; the plan allows 8 (allow_spill_bytes)",
+            "(stack_bytes <= allow_spill_bytes && spill_store_bytes <= allow_spill_bytes && "
+            "spill_load_bytes <= allow_spill_bytes)",
+            {"spill_store_bytes": 8},
+            {"symbol": "dsa_x"},
+        ),
+        "B-02": Trip(
+            {"performance_messages": 1},
+            "[B-02] dsa_x compiled with what ptxas reports as lost performance: (C7510) serialised",
+            "performance_messages == 0",
+            {"performance_messages": 0},
+            {"symbol": "dsa_x", "first_message": "(C7510) serialised"},
+        ),
+        "B-03": Trip(
+            {**COMPILED, "registers": 129},
+            "[B-03] dsa_x takes 129 registers a thread, its plan allows 128: use another nvcc, or drop flags that "
+            "raise registers",
+            "registers <= registers_cap",
+            {"registers": 128},
+            {"symbol": "dsa_x"},
+        ),
+        "B-04": Trip(
+            {**COMPILED, "registers": 127},
+            "[B-04] dsa_x takes 127 registers a thread and moves registers between warps, which the plan reckons from "
+            "exactly 128: with fewer, the last warps to ask would wait forever. Use another nvcc, or drop flags that "
+            "change registers",
+            "(moves_registers == 0 || registers == registers_cap)",
+            {"moves_registers": 0},
+            {"symbol": "dsa_x"},
+        ),
+        "L-01": Trip(
+            {"registers": 129, "registers_cap": 128},
+            "[L-01] loaded kernel uses 129 registers a thread, its plan allows 128: the store entry is not what was "
+            "planned; rebuild it with `dsagen build --force`",
+            "registers <= registers_cap",
+            {"registers": 128},
+        ),
+        "L-02": Trip(
+            {"local_bytes": 8},
+            "[L-02] loaded kernel keeps 8 B a thread in local memory, its plan none: it spills; rebuild it with "
+            "`dsagen build --force`",
+            "local_bytes == 0",
+            {"local_bytes": 0},
+        ),
+        "L-03": Trip(
+            {"threads": 512, "max_threads": 448},
+            "[L-03] loaded kernel runs with at most 448 threads a block, its plan needs 512: rebuild it with "
+            "`dsagen build --force`",
+            "threads <= max_threads",
+            {"max_threads": 512},
+        ),
+        "L-04": Trip(
+            {"static_smem_bytes": 16},
+            "[L-04] loaded kernel has 16 B of static shared memory, its plan none: rebuild it with "
+            "`dsagen build --force`",
+            "static_smem_bytes == 0",
+            {"static_smem_bytes": 0},
+        ),
+        "L-05": Trip(
+            {"smem_bytes": 200000, "device_smem_bytes": 101376},
+            "[L-05] kernel needs 200000 B of shared memory, this device gives a block 101376 B: build for the arch of "
+            "this device",
+            "smem_bytes <= device_smem_bytes",
+            {"smem_bytes": 101376},
+        ),
+        "L-06": Trip(
+            {**COMPILED, "registers": 120},
+            "[L-06] loaded kernel has 120 registers a thread and moves registers between warps, which its plan reckons "
+            "from exactly 128: it would wait forever; rebuild it with `dsagen build --force`",
+            "(moves_registers == 0 || registers == registers_cap)",
+            {"registers": 128},
+        ),
     },
 }
 
-GUARDS = [(family, guard) for family in families().values() for guard in family.guards]
+COMMON = BUILD_GUARDS + LOAD_GUARDS
+GUARDS = [(family.name, guard) for family in families().values() for guard in family.guards]
+GUARDS += [("every family", guard) for guard in COMMON]
 MAIN = Variant(
     "sparse_decode",
     "main",
@@ -151,34 +282,51 @@ MAIN = Variant(
 )
 
 
+FITTING = fitting_geometry(kv_format("v32"), encoding_of(kv_format("v32")), 16, arch("sm_90a"))
+
+
 def test_every_guard_has_a_trip_and_one_id() -> None:
-    for name, family in families().items():
-        ids = [guard.guard_id for guard in family.guards]
+    for owner, trips in TRIPS.items():
+        ids = [guard.guard_id for name, guard in GUARDS if name == owner]
         assert len(set(ids)) == len(ids)
-        assert set(ids) == set(TRIPS[name])
+        assert set(ids) == set(trips)
+    assert len({guard.guard_id for guard in COMMON}) == len(COMMON)
 
 
-@pytest.mark.parametrize(("family", "guard"), GUARDS, ids=lambda item: getattr(item, "guard_id", ""))
-def test_guard_trips_with_its_message(family: object, guard: Guard) -> None:
-    trip = TRIPS[family.name][guard.guard_id]
+@pytest.mark.parametrize(("owner", "guard"), GUARDS, ids=lambda item: getattr(item, "guard_id", ""))
+def test_guard_trips_with_its_message(owner: str, guard: Guard) -> None:
+    trip = TRIPS[owner][guard.guard_id]
     with pytest.raises(GuardError) as raised:
-        check([guard], trip.values, "the-slug")
+        check([guard], trip.values, "the-slug", **trip.message_only)
     assert str(raised.value) == f"{trip.message} (the-slug)"
     assert raised.value.exit_code == 2
     assert failures([guard], {**trip.values, **trip.holding}) == []
 
 
-@pytest.mark.parametrize(("family", "guard"), GUARDS, ids=lambda item: getattr(item, "guard_id", ""))
-def test_guard_prints_to_c(family: object, guard: Guard) -> None:
-    assert guard.to_c({}) == TRIPS[family.name][guard.guard_id].c
+@pytest.mark.parametrize(("owner", "guard"), GUARDS, ids=lambda item: getattr(item, "guard_id", ""))
+def test_guard_prints_to_c(owner: str, guard: Guard) -> None:
+    assert guard.to_c({}) == TRIPS[owner][guard.guard_id].c
+
+
+def test_refusals_that_are_no_guards_are_those_of_the_table() -> None:
+    package = Path(dsagen.__file__).parent
+    written = {found for path in package.rglob("*.py") for found in re.findall(r"\[([A-Z]+-\d+)\]", path.read_text())}
+    assert written == set(CALL_RULES)
+
+
+@pytest.mark.parametrize("rule", CALL_RULES)
+def test_every_rule_of_the_table_is_tripped_by_a_test(rule: str) -> None:
+    assert any(f"[{rule}" in path.read_text().replace("\\", "") for path in Path(__file__).parent.glob("test_*.py"))
 
 
 @pytest.mark.parametrize(
     ("geometry", "guard_id"),
     [
-        (Geometry(16, 64, 8, 6), "K-01"),
-        (Geometry(16, 64, 8, 1), "SD-01"),
-        (Geometry(16, 48, 8, 2), "SD-02"),
+        (replace(FITTING, stages=40), "K-01"),
+        (replace(FITTING, stages=2), "SD-01"),
+        (replace(FITTING, tile_tokens=48, stages=6), "SD-02"),
+        (replace(FITTING, score_warps=2), "SD-02"),
+        (replace(FITTING, registers=(136, 232, 24)), "SD-15"),
     ],
 )
 def test_a_plan_that_breaks_a_limit_is_refused_with_the_slug(geometry: Geometry, guard_id: str) -> None:

@@ -305,15 +305,15 @@ def test_capture_needs_a_plan_from_before():
 
 def test_a_shared_plan_that_was_captured_is_kept_for_good():
     driver, kernels = make()
-    kernels.sparse_decode(*inputs())
+    kernels.sparse_decode(*inputs(topk=2048))
     first = blocks(kernels, driver)[0]["o_accum"]
     driver.capturing = True
-    kernels.sparse_decode(*inputs())
+    kernels.sparse_decode(*inputs(topk=2048))
     driver.capturing = False
     for topk in range(1, 100):
         kernels.sparse_decode(*inputs(topk=topk))
     driver.launches.clear()
-    kernels.sparse_decode(*inputs())
+    kernels.sparse_decode(*inputs(topk=2048))
     assert blocks(kernels, driver)[0]["o_accum"] == first != 0
 
 

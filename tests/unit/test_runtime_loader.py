@@ -8,10 +8,11 @@ from fake_driver import GOOD, FakeDriver, fake_cubins
 import dsagen
 from dsagen.build import Store
 from dsagen.errors import BuildError, DeviceError, GuardError, SpecError, StoreError
+from dsagen.limits import LOAD_GUARDS
 from dsagen.runtime import driver as driver_module
 from dsagen.runtime.api import Kernels
 from dsagen.runtime.driver import NO_BINARY, DeviceFacts
-from dsagen.runtime.loader import LOAD_GUARDS, read_cubins
+from dsagen.runtime.loader import read_cubins
 from dsagen.spec import load_spec
 
 
@@ -33,6 +34,7 @@ def make_on(facts):
         ({"local_bytes": 8}, "L-02", "8 B a thread in local memory"),
         ({"max_threads": 64}, "L-03", "at most 64 threads"),
         ({"static_smem_bytes": 16}, "L-04", "16 B of static shared memory"),
+        ({"registers": 120}, "L-06", "exactly 128"),
     ],
 )
 def test_a_kernel_that_differs_from_its_plan_is_refused(change, guard_id, said):
@@ -49,7 +51,7 @@ def test_a_device_with_less_shared_memory_is_refused():
 
 
 def test_every_load_guard_is_tripped_above():
-    assert [guard.guard_id for guard in LOAD_GUARDS] == ["L-01", "L-02", "L-03", "L-04", "L-05"]
+    assert [guard.guard_id for guard in LOAD_GUARDS] == ["L-01", "L-02", "L-03", "L-04", "L-05", "L-06"]
 
 
 def test_an_arch_that_the_spec_does_not_declare_names_both_sides():
@@ -175,7 +177,7 @@ def test_explain_says_what_would_run():
     assert "untuned" in text and "workspace: " in text and "combine: sparse_decode-combine" in text
     assert "combine: " not in kernels.explain(batch=1, num_splits=1)
     assert fake.loads == []
-    with pytest.raises(GuardError, match=r"^\[SD-25\] topk: the spec v32_h16 declares ops sparse_decode"):
+    with pytest.raises(GuardError, match=r"^\[T-11\] topk: the spec v32_h16 declares ops sparse_decode"):
         kernels.explain("topk", batch=1)
 
 

@@ -235,7 +235,7 @@ def test_shared_elements(shape, strides, shared):
 
 @pytest.mark.parametrize("scale", [math.nan, math.inf, -math.inf, 1e39, "0.1", True, torch.tensor(0.1)])
 def test_a_bad_softmax_scale_is_refused(kernels, scale):
-    assert refusal(kernels, softmax_scale=scale).startswith("[SD-20] softmax_scale: ")
+    assert refusal(kernels, softmax_scale=scale).startswith("[T-12] softmax_scale: ")
 
 
 def test_bf16_rows_are_another_format():
@@ -286,7 +286,7 @@ def test_checking_during_capture_is_an_error(monkeypatch):
     driver, kernels = checking_kernels(monkeypatch)
     plan = kernels.plan_sparse_decode(B, S, TOPK)
     driver.capturing = True
-    assert "[SD-24] DSAGEN_CHECK_INDICES" in refusal(kernels, plan=plan)
+    assert "[T-13] DSAGEN_CHECK_INDICES" in refusal(kernels, plan=plan)
     assert driver.launches == []
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dsagen.errors import GuardError
-from dsagen.families.sparse_decode.guards import LAUNCH_GUARDS
+from dsagen.families.sparse_decode.guards import ARGUMENT_GUARDS, LAUNCH_GUARDS
 from dsagen.families.sparse_decode.op import DecodePartition, DecodeShape, Determinism, partition
 from dsagen.guard import Guard
 from dsagen.plan import KernelPlan
@@ -61,7 +61,7 @@ def choose(judged: Sequence[Candidate]) -> Candidate:
     if len(judged) == 1:
         raise GuardError(f"{judged[0].refusals[0]} ({judged[0].plan.slug})")
     listed = "\n  ".join(f"{candidate.refusals[0]} ({candidate.plan.slug})" for candidate in judged)
-    raise GuardError(f"[SD-00] sparse_decode: no kernel takes this shape:\n  {listed}")
+    raise GuardError(f"sparse_decode: no kernel takes this shape:\n  {listed}")
 
 
 def explain_choice(judged: Sequence[Candidate], shape: DecodeShape) -> str:
@@ -70,7 +70,8 @@ def explain_choice(judged: Sequence[Candidate], shape: DecodeShape) -> str:
     for candidate in judged:
         lines.append(f"  {candidate.plan.slug}: {'refused' if candidate.refusals else 'fits'}")
         lines += [f"    {_guard_row(guard, candidate)}" for guard in SHAPE_GUARDS]
-    lines += ["checked on the tensors of each call:", *(f"  [{g.guard_id}] {g.expression}" for g in TENSOR_GUARDS)]
+    of_call = (*TENSOR_GUARDS, *ARGUMENT_GUARDS)
+    lines += ["checked on the arguments of each call:", *(f"  [{g.guard_id}] {g.expression}" for g in of_call)]
     chosen = next((candidate for candidate in judged if not candidate.refusals), None)
     if chosen is None:
         return "\n".join([*lines, "chosen: none"])

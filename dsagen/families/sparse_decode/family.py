@@ -19,7 +19,7 @@ from dsagen.families.sparse_decode.geometry import (
     row_bytes,
     smem_fields,
 )
-from dsagen.families.sparse_decode.guards import LAUNCH_GUARDS, PLAN_GUARDS
+from dsagen.families.sparse_decode.guards import ARGUMENT_GUARDS, LAUNCH_GUARDS, PLAN_GUARDS
 from dsagen.families.sparse_decode.params import COMBINE_PARAMS, MAIN_PARAMS
 from dsagen.family import Cell
 from dsagen.guard import Guard, check
@@ -58,7 +58,7 @@ class SparseDecode:
 
     name = NAME
     ops: tuple[str, ...] = ("sparse_decode",)
-    guards: tuple[Guard, ...] = PLAN_GUARDS + LAUNCH_GUARDS
+    guards: tuple[Guard, ...] = PLAN_GUARDS + LAUNCH_GUARDS + ARGUMENT_GUARDS
 
     def expand(self, spec: DeploymentSpec, arch: Arch) -> tuple[Cell, ...]:
         """The main kernel and the combine; both are refused when the spec needs what is not built."""
@@ -153,6 +153,7 @@ def plan_main(variant: Variant, geometry: Geometry | None = None) -> KernelPlan:
         overlaps_previous=False,
         guards=checked(PLAN_GUARDS, values, _C_NAMES),
         budget=_budget(fmt, encoding, chosen, smem_bytes, arch, registers_cap),
+        moves_registers=chosen.registers is not None,
     )
 
 

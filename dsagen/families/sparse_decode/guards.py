@@ -123,3 +123,33 @@ LAUNCH_GUARDS: tuple[Guard, ...] = (
         "must start at multiples of 4 B, so strides must be even",
     ),
 )
+
+# Of a call's sizes, before any kernel is weighed.
+SIZE_GUARD = Guard(
+    "SD-00",
+    "launch",
+    "least <= size and size <= 2147483647",
+    "{name}: {size} is outside {least}..2147483647",
+)
+WORKSPACE_GUARD = Guard(
+    "SD-23",
+    "launch",
+    "workspace_bytes >= needed_bytes and workspace_address % 256 == 0",
+    "workspace: {workspace_bytes} B at {workspace_address:#x}, the plan needs {needed_bytes} B at a multiple of 256 B: "
+    "sparse_decode_workspace_bytes() tells the size",
+)
+# Of values on the device; they cost a wait, so only DSAGEN_CHECK_INDICES asks for them.
+LENGTH_GUARD = Guard(
+    "SD-21",
+    "launch",
+    "0 <= length and length <= topk",
+    "topk_length{place} = {length}: the index rows have {topk} columns, so lengths are 0..{topk} ({count} outside)",
+)
+INDEX_GUARD = Guard(
+    "SD-22",
+    "launch",
+    "token_id < pool_tokens",
+    "indices{place} = {token_id}: k_cache holds {pool_tokens} tokens, so ids are below {pool_tokens}, or negative for "
+    "padding ({count} past it)",
+)
+ARGUMENT_GUARDS: tuple[Guard, ...] = (SIZE_GUARD, WORKSPACE_GUARD, LENGTH_GUARD, INDEX_GUARD)

@@ -12,6 +12,7 @@ from typing import Literal
 from dsagen.arch import SMEM_RESERVED_PER_BLOCK_BYTES
 from dsagen.arch import arch as arch_row
 from dsagen.errors import GuardError
+from dsagen.families.sparse_decode.guards import SIZE_GUARD
 from dsagen.families.sparse_decode.schedule import (
     BATCH_INVARIANT_SPLIT_TOKENS,
     SplitLoad,
@@ -19,6 +20,7 @@ from dsagen.families.sparse_decode.schedule import (
     choose_splits,
     tile_time_us,
 )
+from dsagen.guard import check
 from dsagen.kv_format import kv_format
 from dsagen.plan import KernelPlan, round_up
 
@@ -152,9 +154,8 @@ def _require_sizes(shape: DecodeShape, num_splits: int | None) -> None:
         sizes["num_splits"] = (num_splits, 1)
     for name, (value, least) in sizes.items():
         if not isinstance(value, int) or isinstance(value, bool):
-            raise GuardError(f"[SD-00] {name}: expected a whole number, found {value!r} ({type(value).__name__})")
-        if not least <= value < 1 << _DIVIDEND_BITS:
-            raise GuardError(f"[SD-00] {name}: {value} is outside {least}..{(1 << _DIVIDEND_BITS) - 1}")
+            raise GuardError(f"[T-12] {name}: expected a whole number, found {value!r} ({type(value).__name__})")
+        check([SIZE_GUARD], {"size": value, "least": least}, name=name)
 
 
 def _lay_out(
