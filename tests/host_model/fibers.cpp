@@ -116,6 +116,10 @@ void lane_main() {
   self.done = true;
   set_ready(self, false);
   if (--m.live == 0) {
+    for (size_t w = 0; w < m.warps.size(); ++w)
+      if (m.warps[w].registers != m.warps[w / 4 * 4].registers)
+        fail("warps %zu and %zu of a warpgroup have %u and %u registers", w / 4 * 4, w, m.warps[w / 4 * 4].registers,
+             m.warps[w].registers);
     if (!m.free_copies.empty()) fail("the block ends with a copy of line %d in flight", m.free_copies.front().copy.line);
     _longjmp(m.home, kBlockDone);
   }
@@ -191,6 +195,28 @@ bool barrier(int id, int threads, bool reduces, bool flag, int line) {
   return m.current->any;
 }
 
+void move_registers(uint32_t count, bool raises, int line) {
+  const Op op = raises ? Op::kRegistersRaise : Op::kRegistersLower;
+  Warp& warp = m.warps[m.current->index / kWarp];
+  const uint32_t before = warp.registers;
+  if (m.warps.size() % 4 != 0) fail("%s (line %d): %zu warps are no whole warpgroups", name_of(op), line, m.warps.size());
+  if (raises ? count < before : count > before)
+    fail("%s (line %d): %u registers, the warp has %u", name_of(op), line, count, before);
+  exchange().in[0] = count;
+  collective(op, line);
+  while (warp.registers != count) {  // the first lane moves them for the warp
+    if (!raises || m.spare_registers >= count - warp.registers) {
+      m.spare_registers += warp.registers - count;
+      warp.registers = count;
+      for (Lane* lane : m.want_registers) set_ready(*lane, true);
+      m.want_registers.clear();
+    } else {
+      m.want_registers.push_back(m.current);
+      block_current(name_of(op), line);
+    }
+  }
+}
+
 void dependency_wait() {
   note("grid_dependency_wait", 0);
   if (m.dependency_met) return;
@@ -249,10 +275,13 @@ void start_block() {
   m.mbarriers.clear();
   m.free_copies.clear();
   m.arrivals.clear();
+  m.spare_registers = 0;
+  m.want_registers.clear();
   protect_predecessors(true);
   for (Warp& warp : m.warps) {
     warp.ready = 0xffffffffu;
     warp.arrived = 0;
+    warp.registers = m.launch->registers;
     for (int i = 0; i < kWarp; ++i) warp.order[i] = static_cast<uint8_t>(i);
     for (int i = kWarp - 1; i > 0; --i) std::swap(warp.order[i], warp.order[random_u32() % (i + 1)]);
   }

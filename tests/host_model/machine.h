@@ -23,7 +23,8 @@ enum class Op {
   kBallot,
   kElectOne,
   kWarpSync,
-  kRegisters,
+  kRegistersRaise,
+  kRegistersLower,
   kLoadMatrixX4,
   kLoadMatrixX4Trans,
   kLoadMatrixX2Trans,
@@ -62,6 +63,10 @@ void mbarrier_arrive(uint32_t address, int line);
 void mbarrier_arrive_after_copies(uint32_t address, int line);
 void mbarrier_wait(uint32_t address, uint32_t parity, int line);
 void fence_proxy_async(int line);
+
+// The warp has `count` registers a lane afterwards. It may have to wait until others have given theirs back. Warps of a
+// warpgroup must end with the same count.
+void move_registers(uint32_t count, bool raises, int line);
 
 // Until the first thread of a block comes here, memory that the launch marked as the predecessor's cannot be touched.
 void dependency_wait();

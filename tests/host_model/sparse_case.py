@@ -17,6 +17,7 @@ from dsagen.kv_format import kv_format
 from dsagen.plan import Variant
 
 LOG2_E = math.log2(math.e)
+Tile = tuple[tuple[str, int | tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Case:
     heads: int = 16
     arch: str = "sm_90a"
     group: int = 0  # heads_n to plan for, 0: what the matrix picks
-    tile: tuple[tuple[str, int], ...] = ()  # fields of the geometry, as shape() gives them; none: what the plan picks
+    tile: Tile = ()  # fields of the geometry, as shape() gives them; none: what the plan picks
     batch: int = 2
     s_q: int = 1
     topk: int = 65
@@ -36,6 +37,7 @@ class Case:
     splits: int = 1
     lengths: tuple[int, ...] | None = None  # per request; with s_q > 1 and twice as many entries per query
     invalid: float = 0.0  # part of the columns that holds -1, ids past the pool or other ids that are not there
+    dead: tuple[tuple[int, int], ...] = ()  # ranges of columns without a valid id, in every index row
     sinks: tuple[float, ...] | None = None  # repeated over the heads
     poisoned_columns: tuple[
         int, ...
@@ -50,13 +52,13 @@ class Case:
     seed: int = 1
 
 
-def shape(tile_tokens: int, warps: int, stages: int, **fields: int) -> tuple[tuple[str, int], ...]:
+def shape(tile_tokens: int, stages: int, **fields: int | tuple[int, ...]) -> Tile:
     """A kernel geometry other than the preferred one."""
-    return (("tile_tokens", tile_tokens), ("warps", warps), ("stages", stages), *fields.items())
+    return (("tile_tokens", tile_tokens), ("stages", stages), *fields.items())
 
 
 @cache
-def main_kernel(fmt: str, heads_n: int, arch_name: str, tile: tuple[tuple[str, int], ...]) -> HostKernel:
+def main_kernel(fmt: str, heads_n: int, arch_name: str, tile: Tile) -> HostKernel:
     """Compiled main kernel of a variant."""
     record = kv_format(fmt)
     axes = (
@@ -67,7 +69,9 @@ def main_kernel(fmt: str, heads_n: int, arch_name: str, tile: tuple[tuple[str, i
         ("smem", arch_row(arch_name).smem_class),
     )
     variant = Variant(NAME, "main", "mma_sync", arch_name, axes)
-    return HostKernel(plan_main(variant, Geometry(heads_n, **dict(tile)) if tile else None))
+    plan = plan_main(variant, Geometry(heads_n, **dict(tile)) if tile else None)
+    # A warp with two blocks of tokens also scores the one that is dead, from whatever rows lie there.
+    return HostKernel(plan, stale="rows" if plan.constant("kWarpBlocks") > 1 else None)
 
 
 @cache
@@ -193,6 +197,8 @@ def _indices(case: Case, random: np.random.Generator, tokens: int) -> np.ndarray
             rest = random.random(case.topk - live) < 0.5
             out[b, s, live : case.topk][rest] = random.choice(bad, int(rest.sum()))
             hit = random.random(live) < case.invalid
+            for begin, end in case.dead:
+                hit[begin:end] = True
             out[b, s, :live][hit] = random.choice(bad, int(hit.sum()))
     return np.ascontiguousarray(out)
 
@@ -366,6 +372,8 @@ def check(case: Case) -> Results:
     ignored = np.zeros(lse.shape, bool)
     ignored[:, :, list(case.poisoned_heads)] = True
     ignored[: 1 if case.poisoned_columns else 0] = True
+    assert np.isnan(lse[ignored & np.isfinite(expected.lse)]).all(), "lse: what is not a number became one"
+    assert np.isnan(out[ignored & np.isfinite(expected.lse)]).all(), "out: what is not a number became one"
     out[ignored], lse[ignored] = expected.out[ignored], expected.lse[ignored]
     _check_out(out, expected, logit_error)
     empty = np.isinf(expected.lse)

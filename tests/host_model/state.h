@@ -22,6 +22,8 @@ struct HostLaunch {
   const void* params;
   const HostRegion* regions;
   unsigned region_count, grid, threads, smem_bytes;
+  unsigned registers;                // of a thread at the start
+  unsigned stale_begin, stale_end;   // shared offsets that may be read before they are written: 0xff bytes
   unsigned long long seed;
   unsigned long long barriers, collectives;  // results
 };
@@ -69,6 +71,7 @@ struct Warp {
   int arrived;
   Op op;
   int line, first_lane;
+  uint32_t registers;  // of a lane
   // Newest release that all lanes of a warp made and all lanes of this one have acquired: what is older needs no look at
   // single lanes.
   uint32_t joint[kMaxWarps];
@@ -131,6 +134,8 @@ struct Machine {
   std::vector<Mbarrier> mbarriers;
   std::vector<FreeCopy> free_copies;
   std::vector<int> arrivals;  // copies that an arrival still waits for
+  uint32_t spare_registers;   // given back by warps, in registers a lane
+  std::vector<Lane*> want_registers;
   int live, elected;
   uint32_t block, now, before;
   bool dependency_met;

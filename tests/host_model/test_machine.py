@@ -1,4 +1,4 @@
-"""The machine itself: what each prim computes, and that every kind of fault stops a launch with its name."""
+"""What each prim computes on the machine."""
 
 from __future__ import annotations
 
@@ -7,310 +7,41 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from host import COMPILER, FOLDER, Counts, HostKernel, HostModelError, Memory, read_model
+from host import COMPILER, FOLDER, HostModelError
+from small_kernel import arrive_by_copies, bulk, run
 from sparse_case import bf16_bits, bf16_value, e4m3_table
 
-from dsagen.plan import KernelPlan, ParamField, SmemField, Variant, lay_out_params, lay_out_smem
-from dsagen.render import inline_headers, templates_folder
+from dsagen.render import templates_folder
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
-THREADS = 64
-KERNEL = """
-#include "prims/types.cuh"
-struct Params { const float* in; float* out; i32 mode; };
-struct SharedStorage {
-  alignas(16) u8 tile[1024];
-  alignas(16) u32 word[64];
-  alignas(16) u64 landed[2];
-};
-#include "prims/ptx/bulk.cuh"
-#include "prims/ptx/mbarrier.cuh"
-#include "prims/ptx/convert.cuh"
-#include "prims/ptx/memory.cuh"
-#include "prims/ptx/mma.cuh"
-#include "prims/ptx/thread.cuh"
-extern "C" __global__ void __launch_bounds__(64, 1) SYMBOL(const __grid_constant__ Params p) {
-  extern __shared__ __align__(128) u8 dynamic_smem[];
-  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(dynamic_smem);
-  const int t = ptx::thread_index(), lane = t % 32;
-  const u32 tile = ptx::shared_address(shared.tile);
-  const float* in = p.in;
-  float* out = p.out + ptx::block_index() * 256;
-  BODY
-}
-"""
 
-
-def run(
-    body: str, inputs: np.ndarray | None = None, grid: int = 1, seed: int = 1, pdl: bool = False
-) -> tuple[np.ndarray, Counts]:
-    """Run a body of 64 threads; `in` is 256 floats, `out` 256 a block."""
-    given = np.arange(256, dtype=np.float32) if inputs is None else inputs
-    fields, params_bytes = lay_out_params(
-        (
-            ParamField("in", "pointer", "", "const float"),
-            ParamField("out", "pointer", "", "float"),
-            ParamField("mode", "i32", ""),
-        )
+def test_load_under_a_condition() -> None:
+    out, _ = run(
+        "const Words4 w = ptx::load_global_16_if(t % 2 == 0, in + (t % 2 == 0 ? 4 * t : 1 << 20));"
+        "out[t] = ptx::float_of(w.x) + ptx::float_of(w.w);"
     )
-    smem, smem_bytes = lay_out_smem(
-        (
-            SmemField("tile", "u8", (1024,), ""),
-            SmemField("word", "u32", (64,), ""),
-            SmemField("landed", "u64", (2,), ""),
-        )
-    )
-    variant = Variant("model", "test", "small", "sm_90a", (("n", 8),))
-    plan = KernelPlan(
-        variant,
-        "",
-        (),
-        (),
-        THREADS,
-        1,
-        64,
-        smem,
-        smem_bytes,
-        fields,
-        params_bytes,
-        "",
-        overlaps_previous=pdl,
-        guards=(),
-    )
-    text = inline_headers(KERNEL.replace("SYMBOL", plan.symbol).replace("BODY", body), read_model)
-    memory = Memory()
-    source, out = memory.input("in", given), memory.output("out", (grid * 256,), np.float32)
-    counts = HostKernel(plan, text).launch(grid, {"in": source, "out": out, "mode": 0}, memory, seed, ("in",))
-    return out.copy(), counts
+    t = np.arange(64)
+    assert np.array_equal(out[:64], np.where(t % 2 == 0, 8 * t + 3, 0))
+    with pytest.raises(HostModelError, match=r"load_global_16_if .*is in no tensor"):
+        run("ptx::load_global_16_if(t == 9, in + 256);")
 
 
-FAULTS: dict[str, tuple[str, str]] = {
-    "no barrier between write and read": (
-        "ptx::store_shared_4(tile + 4 * t, t); out[t] = ptx::load_shared_4(tile + 4 * (t ^ 1));",
-        r"was never written|was written by thread \d+ with no barrier since|was read by warp \d+ .*with no barrier",
-    ),
-    "no barrier between read and write": (
+def test_eight_bytes_of_shared_memory() -> None:
+    out, _ = run(
+        "ptx::store_shared_8(tile + 8 * t, static_cast<u64>(t) << 32 | 7u); ptx::barrier_sync(0, 64);"
+        "const Words4 w = ptx::load_shared_16(tile + 16 * (t / 2)); out[t] = w.x + (t % 2 ? w.w : w.y);"
+    )
+    assert np.array_equal(out[:64], 7 + np.arange(64))
+    out, _ = run(
         "ptx::store_shared_4(tile + 4 * t, t); ptx::barrier_sync(0, 64);"
-        "const u32 x = ptx::load_shared_4(tile + 4 * (t ^ 1)); ptx::store_shared_4(tile + 4 * t, x);",
-        r"was (read by warp|written by thread) \d+ .*with no barrier since",
-    ),
-    "two writers": ("ptx::store_shared_4(tile, t);", r"was written by thread \d+ too"),
-    "race on a member": (
-        "shared.word[t] = t; out[t] = shared.word[63 - t];",
-        r"SharedStorage member .*(was never written|no barrier since)",
-    ),
-    "matrix load of unordered rows": (
-        "ptx::store_shared_16(tile + 16 * t, Words4{}); ptx::load_matrix_x4(tile + 16 * lane);",
-        r"load_matrix_x4 .*(never written|no barrier since)",
-    ),
-    "shared read of nothing": ("out[t] = ptx::load_shared_4(tile + 512);", "was never written"),
-    "copy not waited for": (
-        "ptx::copy_async_16(tile + 16 * t, in + 4 * (t % 32), 16); ptx::copy_async_commit();"
-        "out[t] = ptx::load_shared_4(tile + 16 * t); ptx::copy_async_wait<0>();",
-        "asynchronous copy of thread \\d+ that was not waited for",
-    ),
-    "copy waited for too little": (
-        "ptx::copy_async_16(tile + 16 * t, in + 4 * (t % 32), 16); ptx::copy_async_commit();"
-        "ptx::copy_async_wait<1>(); out[t] = ptx::load_shared_4(tile + 16 * t); ptx::copy_async_wait<0>();",
-        "asynchronous copy of thread \\d+ that was not waited for",
-    ),
-    "copy of another thread without a barrier": (
-        "ptx::copy_async_16(tile + 16 * t, in + 4 * (t % 32), 16); ptx::copy_async_commit(); ptx::copy_async_wait<0>();"
-        "out[t] = ptx::load_shared_4(tile + 16 * (63 - t));",
-        "never written|no barrier since|not waited for",
-    ),
-    "copy left in flight": (
-        "ptx::copy_async_16(tile + 16 * t, in + 4 * (t % 32), 16); ptx::copy_async_commit();",
-        r"returns with an asynchronous copy of line \d+ in flight",
-    ),
-    "copy from a misaligned source": (
-        "ptx::copy_async_16(tile + 16 * t, in + 1, 16);",
-        "global address .* is not a multiple of 16",
-    ),
-    "copy to a misaligned target": (
-        "ptx::copy_async_16(tile + 16 * t + 4, in, 16);",
-        "shared address .* is not a multiple of 16",
-    ),
-    "copy from past a tensor": (
-        "ptx::copy_async_16(tile + 16 * t, in + 256, 16);",
-        r"is in no tensor; nearest is in \(1024 B\), at byte 1024",
-    ),
-    "matrix row misaligned": ("ptx::load_matrix_x4(tile + 8);", "load_matrix_x4 .*is not a multiple of 16"),
-    "shared access past the block's": ("ptx::store_shared_4(tile + 4 * 1024 + 4 * t, 0);", "leaves the block's 1296 B"),
-    "shared access by a bare offset": ("ptx::store_shared_4(4 * t, 0);", "leaves the block's 1296 B"),
-    "global load past a tensor": ("ptx::load_global_16(in + 256 + t * 4);", "load_global_16 .*is in no tensor"),
-    "plain read past a tensor": ("out[t] = in[256 + t];", r"plain access .* byte \d+ of in \(1024 B\), is illegal"),
-    "plain write before a tensor": ("out[-1024 - t] = 0.0f;", r"plain access .* byte -\d+ of out .* is illegal"),
-    "plain write just before a tensor": ("out[-1 - t] = 0.0f;", "out: bytes before it were written"),
-    "plain write of an input": ("const_cast<float*>(in)[t] = 0.0f;", "byte .* of in .*it is read-only"),
-    "plain read of nowhere": ("out[t] = *reinterpret_cast<const float*>(64);", "is in no tensor"),
-    "misaligned plain access": (
-        "out[t] = *reinterpret_cast<const u32*>(reinterpret_cast<const u16*>(in) + 1);",
-        "undefined behaviour",
-    ),
-    "member out of bounds": ("shared.word[t + 64] = 0;", "undefined behaviour|leaves|not in shared memory"),
-    "shift too far": ("out[t] = 1u << (ptx::shuffle(32, 0) + t);", "undefined behaviour"),
-    "diverged warp": (
-        "u32 x;\nif (lane < 16) x = ptx::shuffle(t, 0);\nelse x = ptx::shuffle(t, 1);\nout[t] = x;",
-        r"the warp diverges, its lane \d+ is in shuffle",
-    ),
-    "diverged kinds": ("if (lane < 16) ptx::ballot(true); else ptx::shuffle(0, 0);", "the warp diverges"),
-    "barrier that some skip": (
-        "if (t < 32) ptx::barrier_sync(0, 64);",
-        r"deadlock.*\n  warp 0 lanes 0-31 wait in barrier_sync \(line \d+\)\n  warp 1 lanes 0-31 have returned",
-    ),
-    "barrier of part of a warp": ("if (lane < 16) ptx::barrier_sync(1, 32);", "only part of warp 0"),
-    "barriers of two sizes": ("ptx::barrier_sync(2, t < 32 ? 32 : 64);", "threads, others .* expect"),
-    "barrier that does not exist": ("ptx::barrier_sync(16, 64);", "barrier 16, there are 0 to 15"),
-    "barrier of the own warp only": (
-        "ptx::store_shared_4(tile + 4 * t, t); ptx::barrier_sync(1 + t / 32, 32); "
-        "out[t] = ptx::load_shared_4(tile + 4 * (63 - t));",
-        "never written|no barrier since",
-    ),
-    "write after a read by a warp that has met no one": (
-        "if (t == 40) ptx::store_shared_4(tile, 1); ptx::barrier_sync(0, 64); "
-        "if (t >= 32) out[t] = ptx::load_shared_4(tile);"
-        "for (int i = 0; i < 3; ++i) ptx::barrier_sync(1 + t / 32, 32); if (t == 0) ptx::store_shared_4(tile, 1);",
-        "was (read by warp 1 .*|written by thread 0) with no barrier since",
-    ),
-    "barriers of two kinds": (
-        "if (t < 32) ptx::barrier_sync(0, 64); else ptx::barrier_any(0, 64, true);",
-        "of the other kind",
-    ),
-    "deadlock": (
-        "if (t < 32) { if (t < 16) ptx::ballot(true); else ptx::barrier_sync(0, 64); } else ptx::barrier_sync(0, 64);",
-        r"deadlock, no thread can run:\n  warp 0 lanes 0-15 wait in ballot \(line \d+\)"
-        r"\n  warp 0 lanes 16-31 wait in barrier_sync",
-    ),
-}
-
-
-# A bulk copy of 64 B to the tile, as it should be: 64 B of the tile were read before, by the whole block.
-BULK_STEPS = {
-    "init": "const u32 landed = ptx::shared_address(&shared.landed[0]); if (t == 0) ptx::mbarrier_init(landed, 1);",
-    "show": "if (t == 0) ptx::fence_mbarrier_init();",
-    "use": "ptx::barrier_sync(0, 64); ptx::store_shared_4(tile + 4 * t, 7); ptx::warp_sync();"
-    "float before = ptx::load_shared_4(tile + 4 * (t ^ 1));",
-    "meet": "ptx::barrier_sync(0, 64);",
-    "elect": "if (t < 32 && ptx::elect_one()) {",
-    "fence": "ptx::fence_proxy_async();",
-    "arrive": "ptx::mbarrier_arrive_expect(landed, 64);",
-    "copy": "ptx::copy_bulk(tile, in + 4, 64, landed);",
-    "end": "}",
-    "wait": "ptx::mbarrier_wait(landed, 0);",
-    "read": "out[t] = before + ptx::float_of(ptx::load_shared_4(tile + 4 * (t % 16)));",
-}
-
-
-def arrive_by_copies(
-    count: int = 64, extra: str = "", wait: str = "ptx::mbarrier_wait(landed, 0);", read: str = ""
-) -> str:
-    """Each thread copies 16 B and arrives by them; all wait, and read what another thread copied."""
-    return f"""
-      const u32 landed = ptx::shared_address(&shared.landed[1]);
-      if (t == 0) ptx::mbarrier_init(landed, {count});
-      ptx::barrier_sync(0, 64);
-      ptx::copy_async_16(tile + 16 * t, in + 4 * t, 16);
-      {extra}
-      ptx::mbarrier_arrive_after_copies(landed);
-      {wait}
-      {read}
-      out[t] = ptx::float_of(ptx::load_shared_4(tile + 16 * (t ^ 33)));
-    """
-
-
-UNWAITED = (
-    "not waited for|written by a copy on transaction barrier 0 with no barrier|with no barrier and proxy fence since"
-)
-
-
-def bulk(**changed: str) -> str:
-    return "\n".join({**BULK_STEPS, **changed}.values())
-
-
-FAULTS |= {
-    "bulk: no proxy fence": (bulk(fence=""), "copy_bulk .*with no barrier and proxy fence since"),
-    "bulk: proxy fence before the barrier": (
-        bulk(meet="ptx::fence_proxy_async(); ptx::barrier_sync(0, 64);", fence=""),
-        "copy_bulk .*with no barrier and proxy fence since",
-    ),
-    "bulk: no barrier before the copy": (bulk(meet=""), "copy_bulk .*with no barrier and proxy fence since"),
-    "bulk: barrier of one warp before the copy": (
-        bulk(meet="ptx::barrier_sync(1 + t / 32, 32);", copy="ptx::copy_bulk(tile + 192, in + 4, 64, landed);"),
-        "copy_bulk .*with no barrier and proxy fence since",
-    ),
-    "bulk: not waited for": (bulk(wait=""), UNWAITED),
-    "bulk: waited for by others": (
-        bulk(wait="if (t != 5) ptx::mbarrier_wait(landed, 0);"),
-        UNWAITED,
-    ),
-    "bulk: bytes announced that never come": (
-        bulk(arrive="ptx::mbarrier_arrive_expect(landed, 80);"),
-        r"deadlock.*\n  warp 0 lanes 0-31 wait in mbarrier_wait",
-    ),
-    "bulk: wrong phase": (
-        bulk(wait="ptx::mbarrier_wait(landed, 1);"),
-        UNWAITED,
-    ),
-    "bulk: two arrivals": (
-        bulk(arrive=2 * "ptx::mbarrier_arrive_expect(landed, 32);"),
-        "more than 1 arrivals in a phase",
-    ),
-    "bulk: barrier not shown to copies": (bulk(show=""), "no fence made the transaction barrier visible"),
-    "bulk: no barrier initialised": (
-        bulk(init="const u32 landed = ptx::shared_address(&shared.landed[0]);"),
-        "no transaction barrier was initialised at shared offset 1280",
-    ),
-    "bulk: initialised with no barrier since": (
-        "if (t == 0) ptx::mbarrier_init(ptx::shared_address(&shared.landed[0]), 1); "
-        "if (t == 0) ptx::fence_mbarrier_init();"
-        "if (t == 40) ptx::mbarrier_arrive_expect(ptx::shared_address(&shared.landed[0]), 0);",
-        "initialised",
-    ),
-    "bulk: block ends too early": (bulk(wait="", read=""), r"the block ends with a copy of line \d+ in flight"),
-    "bulk: past a tensor": (bulk(copy="ptx::copy_bulk(tile, in + 244, 64, landed);"), "copy_bulk .*is in no tensor"),
-    "bulk: misaligned": (bulk(copy="ptx::copy_bulk(tile, in + 2, 64, landed);"), "copy_bulk .*is not a multiple of 16"),
-    "copies: stores of the thread are not released with them": (
-        arrive_by_copies(
-            extra="ptx::store_shared_4(tile + 512 + 4 * t, 9);", read="ptx::load_shared_4(tile + 512 + 4 * (t ^ 1));"
-        ),
-        "no barrier since|never written",
-    ),
-    "copies: an arrival short": (arrive_by_copies(count=65), r"deadlock.*\n  warp 0 lanes 0-31 wait in mbarrier_wait"),
-    "copies: not waited for": (
-        arrive_by_copies(wait=""),
-        "not waited for|was written by a copy on .*no barrier|never written",
-    ),
-    "warp: no sync between lanes": (
-        bulk(use=BULK_STEPS["use"].replace("ptx::warp_sync();", "")),
-        "never written|no barrier since",
-    ),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_fault_is_found(fault: str) -> None:
-    body, message = FAULTS[fault]
-    with pytest.raises(HostModelError, match=message):
-        run(body)
-
-
-def test_read_before_the_dependency_wait_is_found() -> None:
-    out, _ = run("ptx::grid_dependency_wait(); out[t] = in[t];", pdl=True)
+        "const Words2 w = ptx::load_shared_8(tile + 8 * (t / 2)); out[t] = t % 2 ? w.y : w.x;"
+    )
     assert np.array_equal(out[:64], np.arange(64))
-    with pytest.raises(HostModelError, match="before the dependency wait"):
-        run("out[t] = in[t]; ptx::grid_dependency_wait();", pdl=True)
-    with pytest.raises(HostModelError, match="reads in before the dependency wait"):
-        run("out[t] = ptx::load_global_16(in).x; ptx::grid_dependency_wait();", pdl=True)
-
-
-def test_a_launch_after_a_fault_works() -> None:
-    for body, _ in (FAULTS["plain read past a tensor"], FAULTS["deadlock"], FAULTS["shift too far"]):
-        with pytest.raises(HostModelError):
-            run(body)
-    out, _ = run("out[t] = in[t];", grid=3)
-    assert np.array_equal(out.reshape(3, 256)[:, :64], np.tile(np.arange(64), (3, 1)))
+    with pytest.raises(HostModelError, match=r"load_shared_8 .*is not a multiple of 8"):
+        run("ptx::load_shared_8(tile + 4);")
+    with pytest.raises(HostModelError, match="is not a multiple of 8"):
+        run("ptx::store_shared_8(tile + 4 + 8 * t, 0);")
 
 
 def test_shuffles_votes_and_barriers() -> None:

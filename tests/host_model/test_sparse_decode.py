@@ -35,6 +35,13 @@ CASES = (
     Case(invalid=0.3, topk=200),
     Case(invalid=0.97, topk=130),
     Case(invalid=1.0),
+    # Blocks of 16 rows without a valid one: in a live stage, a whole stage, whole tiles, the first and the last.
+    Case(dead=((0, 16), (48, 80), (128, 192)), topk=200),
+    Case(dead=((16, 48),), topk=65, invalid=0.3),
+    Case(dead=((0, 64),), topk=200, ramp=120.0),
+    Case(dead=((0, 128),), topk=200, splits=2),
+    Case(dead=((32, 64), (96, 200)), topk=200, base=-200.0),
+    Case(dead=((16, 32), (64, 128)), topk=330, ramp=200.0, heads=24, batch=1),
     Case(batch=4, topk=200, lengths=LONG_TAIL, invalid=0.1),
     Case(batch=4, topk=130, lengths=(-5, 64, 128, 2**31 - 1)),
     Case(batch=2, s_q=2, topk=65, lengths=(65, 3)),
@@ -46,6 +53,7 @@ CASES = (
     Case(splits=3, batch=4, topk=200, lengths=LONG_TAIL, sinks=(0.0, INF, -INF, 3.5), base2=True),
     Case(splits=2, topk=130, invalid=1.0, sinks=(1.0,)),
     Case(splits=36, topk=2240, heads=8, batch=1),
+    Case(splits=5, topk=130, s_q=2, batch=1),
     Case(splits=2, topk=130, lengths=(64, 65), group=8, page_size=61),
     # Sinks.
     Case(sinks=(0.0, INF, -INF, 2.0, -30.0, 100.0), invalid=0.2),
@@ -71,31 +79,60 @@ CASES = (
     Case(poisoned_heads=(0, 9), heads=24, topk=130, splits=2, batch=1),
 )  # fmt: skip
 
-# The same call in other shapes of the kernel.
+# The same call in other shapes of the kernel. Where nothing else is said: what the arch gets for so many heads.
 SHAPES = (
     Case(arch="sm_80"),
+    Case(arch="sm_80", heads=32),
+    Case(arch="sm_80", heads=64),
     Case(arch="sm_86"),
+    Case(arch="sm_86", heads=40),
     Case(arch="sm_89", heads=24),
-    Case(arch="sm_80", heads=64, batch=1),
-    Case(arch="sm_86", fmt="bf16", heads=8),
-    Case(tile=shape(32, 8, 3)),
-    Case(tile=shape(32, 8, 4), heads=40),
-    Case(tile=shape(32, 4, 2), heads=8),
-    Case(tile=shape(32, 4, 3), heads=24),
-    Case(tile=shape(64, 8, 3), heads=32),
-    Case(tile=shape(32, 4, 3, teams=2)),
-    Case(tile=shape(32, 4, 2, teams=2), heads=40),
-    Case(tile=shape(32, 4, 2, teams=2), heads=8),
-    Case(tile=shape(32, 8, 3, teams=2), heads=8),
-    Case(tile=shape(32, 8, 2, teams=2), heads=24),
+    Case(arch="sm_100a", heads=64),
+    Case(arch="sm_103a", heads=16),
+    Case(arch="sm_120a", heads=8),
+    Case(arch="sm_120a", heads=40),
+    Case(heads=8),
+    Case(heads=32),
+    Case(heads=56),
+    # The shortest ring, as many producers as stages, one that does not divide them, one.
+    Case(tile=shape(64, 3, producers=3)),
+    Case(tile=shape(64, 3, producers=3, bulk=True)),
+    Case(tile=shape(32, 2, bulk=True)),
+    Case(tile=shape(64, 5, bulk=True), heads=24),
+    Case(tile=shape(64, 5, producers=3, bulk=True)),
+    Case(tile=shape(64, 4, producers=1)),
+    Case(tile=shape(96, 4, score_warps=6, bulk=True), heads=8),
+    Case(arch="sm_80", tile=shape(32, 3, producers=3, probability_buffers=1), heads=24),
+    # One buffer of probabilities; more of them than tiles of a split.
+    Case(tile=shape(64, 4, probability_buffers=1, bulk=True)),
+    Case(tile=shape(32, 4, probability_buffers=1), heads=40),
+    Case(tile=shape(32, 4, probability_buffers=3, bulk=True)),
+    # Two blocks of tokens in a score warp, heads dealt to several of them evenly or not, or more warps than head tiles.
+    Case(tile=shape(64, 4, warp_blocks=2, bulk=True)),
+    Case(tile=shape(64, 4, warp_blocks=2), heads=24),
+    Case(tile=shape(32, 4, warp_blocks=2), heads=8),
+    Case(tile=shape(32, 3, warp_blocks=2, score_warps=3, bulk=True), heads=64),
+    Case(tile=shape(32, 3), heads=8),
+    Case(tile=shape(64, 4, score_warps=8, groups_together=2, bulk=True), heads=24),
+    # Other deals of the dims.
+    Case(tile=shape(32, 4, value_warps=4), heads=24),
+    Case(tile=shape(64, 4, value_warps=16, bulk=True)),
+    # Registers that move from producers to scores, and from scores to values.
+    Case(tile=shape(64, 4, producers=4, bulk=True, registers=(128, 232, 24))),
+    Case(tile=shape(32, 4, producers=1, registers=(176, 136, 24)), heads=40),
     Case(fmt="bf16", heads=8),
     Case(fmt="bf16", heads=24),
-    Case(fmt="bf16", heads=16, tile=shape(32, 4, 2, teams=2)),
-    Case(fmt="bf16", arch="sm_80", heads=16),
-    Case(fmt="bf16_d512", heads=16),
-    Case(fmt="v32_nope", heads=16),
-    Case(fmt="v32_pow2", heads=16),
+    Case(fmt="bf16", heads=64),
+    Case(fmt="bf16", arch="sm_80"),
+    Case(fmt="bf16", arch="sm_86", heads=8),
+    Case(fmt="bf16", arch="sm_100a", heads=64),
+    Case(fmt="bf16", tile=shape(32, 2, producers=2, warp_blocks=2, probability_buffers=1), heads=24),
+    Case(fmt="bf16", tile=shape(64, 3, producers=3, bulk=True)),
+    Case(fmt="v32_pow2"),
 )
+
+
+SHAPES_CALL = {"topk": 470, "splits": 2, "invalid": 0.15, "sinks": (0.5,), "batch": 1}
 
 
 def label(case: Case) -> str:
@@ -116,7 +153,9 @@ def test_results(case: Case, fmt: str) -> None:
 @pytest.mark.parametrize("case", SHAPES, ids=label)
 @pytest.mark.parametrize("ramp", [0.0, 90.0])
 def test_shapes(case: Case, ramp: float) -> None:
-    check(Case(**{**vars(case), "topk": 130, "splits": 2, "invalid": 0.15, "ramp": ramp, "sinks": (0.5,), "batch": 1}))
+    # Split 0 has two tiles or more in each shape and all kinds of dead blocks; the last rows are rings apart.
+    dead = ((16, 32), (64, 96), (128, 208), (336, 344))
+    check(Case(**{**vars(case), **SHAPES_CALL, "dead": dead, "ramp": ramp}))
 
 
 @pytest.mark.parametrize("splits", [1, 2])

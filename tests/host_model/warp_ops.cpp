@@ -93,6 +93,13 @@ void warp_sync(Lane* lanes, int line) {
   join_warps(all, "warp_sync", line);
 }
 
+void same_operand(Lane* lanes, Op op, int line) {
+  for (int l = 1; l < kWarp; ++l)
+    if (lanes[l].exchange.in[0] != lanes[0].exchange.in[0])
+      fail("%s (line %d): the warp diverges, its lanes 0 and %d pass %u and %u", name_of(op), line, l, lanes[0].exchange.in[0],
+           lanes[l].exchange.in[0]);
+}
+
 }  // namespace
 
 const char* name_of(Op op) {
@@ -102,7 +109,8 @@ const char* name_of(Op op) {
     case Op::kBallot: return "ballot";
     case Op::kElectOne: return "elect_one";
     case Op::kWarpSync: return "warp_sync";
-    case Op::kRegisters: return "registers_raise or registers_lower";
+    case Op::kRegistersRaise: return "registers_raise";
+    case Op::kRegistersLower: return "registers_lower";
     case Op::kLoadMatrixX4: return "load_matrix_x4";
     case Op::kLoadMatrixX4Trans: return "load_matrix_x4_trans";
     case Op::kLoadMatrixX2Trans: return "load_matrix_x2_trans";
@@ -121,7 +129,8 @@ void execute(Op op, Lane* lanes, int line) {
       for (int l = 0; l < kWarp; ++l) lanes[l].exchange.out[0] = l == m.elected;
       break;
     case Op::kWarpSync: warp_sync(lanes, line); break;
-    case Op::kRegisters: break;
+    case Op::kRegistersRaise:
+    case Op::kRegistersLower: same_operand(lanes, op, line); break;
     case Op::kLoadMatrixX4: load_matrices(lanes, 4, false, op, line); break;
     case Op::kLoadMatrixX4Trans: load_matrices(lanes, 4, true, op, line); break;
     case Op::kLoadMatrixX2Trans: load_matrices(lanes, 2, true, op, line); break;

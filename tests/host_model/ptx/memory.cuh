@@ -6,6 +6,10 @@ struct alignas(16) Words4 {
   u32 x, y, z, w;
 };
 
+struct alignas(8) Words2 {
+  u32 x, y;
+};
+
 namespace ptx {
 
 DSA_DEVICE u32 shared_address(const void* pointer, int line = __builtin_LINE()) { return host::shared_address(pointer, line); }
@@ -48,6 +52,12 @@ DSA_DEVICE Words4 load_shared_16(u32 address, int line = __builtin_LINE()) {
   return w;
 }
 
+DSA_DEVICE Words2 load_shared_8(u32 address, int line = __builtin_LINE()) {
+  Words2 w;
+  host::load_shared(address, &w, 8, "load_shared_8", line);
+  return w;
+}
+
 DSA_DEVICE u32 load_shared_4(u32 address, int line = __builtin_LINE()) {
   u32 x;
   host::load_shared(address, &x, 4, "load_shared_4", line);
@@ -69,6 +79,12 @@ DSA_DEVICE void store_shared_4(u32 address, u32 x, int line = __builtin_LINE()) 
 DSA_DEVICE Words4 load_global_16(const void* address, int line = __builtin_LINE()) {
   Words4 w;
   host::load_global(address, &w, 16, "load_global_16", line);
+  return w;
+}
+
+DSA_DEVICE Words4 load_global_16_if(bool wanted, const void* address, int line = __builtin_LINE()) {
+  Words4 w{};
+  if (wanted) host::load_global(address, &w, 16, "load_global_16_if", line);
   return w;
 }
 

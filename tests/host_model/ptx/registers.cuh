@@ -1,4 +1,4 @@
-// Moving registers between warpgroups: nothing moves here, but the warp must come as a whole.
+// Moving registers between warpgroups: the block's pool is counted, and who asks for more waits until it has them.
 #pragma once
 #include "prims/types.cuh"
 
@@ -7,13 +7,13 @@ namespace ptx {
 template <int kRegisters>
 DSA_DEVICE void registers_raise(int line = __builtin_LINE()) {
   static_assert(kRegisters % 8 == 0 && kRegisters >= 24 && kRegisters <= 256);
-  host::collective(host::Op::kRegisters, line);
+  host::move_registers(kRegisters, true, line);
 }
 
 template <int kRegisters>
 DSA_DEVICE void registers_lower(int line = __builtin_LINE()) {
   static_assert(kRegisters % 8 == 0 && kRegisters >= 24 && kRegisters <= 256);
-  host::collective(host::Op::kRegisters, line);
+  host::move_registers(kRegisters, false, line);
 }
 
 }  // namespace ptx
