@@ -237,7 +237,7 @@ LOG_DEST: Knob[str] = Knob(
     "DSAGEN_LOG_DEST",
     "stderr, stdout or file",
     "stderr",
-    "Where the log goes.",
+    "Where the log goes; in a process that loads kernels, beside the handlers that it has itself.",
     _parse_log_dest,
 )
 DEBUG_SYNC: Knob[bool] = Knob(
