@@ -78,7 +78,7 @@ def dotted(path: KeyPath) -> str:
 def show(value: Any) -> str:
     """A value on one line, cut to a readable length."""
     try:
-        text = repr(value)
+        text = repr(list(value) if isinstance(value, tuple) else value)  # YAML has lists
     except ValueError:  # an int of more digits than Python prints
         text = f"<{type(value).__name__} too long to print>"
     return text if len(text) <= _MAX_SHOWN_CHARS else text[: _MAX_SHOWN_CHARS - 3] + "..."

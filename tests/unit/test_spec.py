@@ -325,7 +325,7 @@ def test_any_mapping_is_a_spec_or_a_spec_error(data):
         ({"heads": True}, "f.yaml:2: heads = True: is not allowed: must be an integer"),
         ({"archs": "sm_90a"}, "f.yaml:3: archs = 'sm_90a': must be a list: write [sm_90a]"),
         ({"archs": {"a": 1}}, "f.yaml:3: archs = {'a': 1}: must be a list of names"),
-        ({"archs": []}, "f.yaml:3: archs = (): must list at least one"),
+        ({"archs": []}, "f.yaml:3: archs = []: must list at least one"),
         ({"archs": ["sm_80", "sm_90"]}, "f.yaml:5: archs[1] = 'sm_90': arch 'sm_90' lacks its suffix"),
         ({"archs": [90]}, "f.yaml:4: archs[0] = 90: unknown arch 90"),
         ({"archs": ["sm_90a", "9.0a"]}, "f.yaml:5: archs[1] = '9.0a': is listed twice (both mean sm_90a)"),
