@@ -45,8 +45,9 @@ struct Producer {
     const bool valid = pool.holds(id);
     const u32 mask = ptx::ballot(valid);
     if (lane == 0) shared.valid[slot] = mask;
-    // Consumers skip blocks of 16 rows without a valid one; other invalid rows must be zeros.
-    const u32 wanted = (mask & 0xffffu ? 0xffffu : 0) | (mask & 0xffff0000u ? 0xffff0000u : 0);
+    // Consumers skip blocks of 16 rows without a valid one, or a score warp all of its blocks; other invalid rows must be zeros.
+    const u32 wanted = C::kWarpBlocks == 1 ? (mask & 0xffffu ? 0xffffu : 0) | (mask & 0xffff0000u ? 0xffff0000u : 0)
+                                           : (mask != 0 ? 0xffffffffu : 0);
     RowCopy::start(ptx::shared_address(&shared.rows[slot][0][0]), valid ? pool.address(id) : reinterpret_cast<u64>(p.kv),
                    mask, wanted, ptx::shared_address(&shared.landed[slot]),
                    ptx::shared_address(&shared.addresses[index][0]), lane);

@@ -73,8 +73,6 @@ class _Launch(ctypes.Structure):
         ("threads", ctypes.c_uint),
         ("smem_bytes", ctypes.c_uint),
         ("registers", ctypes.c_uint),
-        ("stale_begin", ctypes.c_uint),
-        ("stale_end", ctypes.c_uint),
         ("seed", ctypes.c_uint64),
         ("barriers", ctypes.c_uint64),
         ("collectives", ctypes.c_uint64),
@@ -159,16 +157,10 @@ def cuda_arch(arch: str) -> int:
 
 
 class HostKernel:
-    """A plan's kernel, compiled for the CPU.
+    """A plan's kernel, compiled for the CPU."""
 
-    `stale` is a member of its shared memory of which it may read what it has not written, and must not use it.
-    """
-
-    def __init__(self, plan: KernelPlan, unit_text: str | None = None, stale: str | None = None) -> None:
+    def __init__(self, plan: KernelPlan, unit_text: str | None = None) -> None:
         self.plan = plan
-        offsets = [field.offset_bytes for field in plan.smem] + [plan.smem_bytes]
-        at = [field.name for field in plan.smem].index(stale) if stale else 0
-        self._stale = (offsets[at], offsets[at + 1]) if stale else (0, 0)
         text = unit_text if unit_text is not None else render(plan, read_model).text
         # Plain accesses of scalar members of the shared-memory struct are checked as well.
         text = _STRUCT.sub(lambda match: _MEMBER.sub(r"host::SharedCell<\1> \2", match[0]), text)
@@ -202,7 +194,6 @@ class HostKernel:
             self.plan.threads,
             self.plan.smem_bytes,
             self.plan.registers_cap,
-            *self._stale,
             seed,
         )
         message = self._run(ctypes.byref(launch))

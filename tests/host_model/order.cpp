@@ -73,10 +73,8 @@ void note_read(uint32_t address, uint32_t bytes, int warp, uint32_t lanes, const
   for (uint32_t offset = (address - kSharedBase) / 4 * 4; offset < address - kSharedBase + bytes; offset += 4) {
     const Write& write = m.writes[offset / 4];
     check_in_flight(write, offset, what, line);
-    const bool written = write.stamp > m.before;
-    if (!written && (offset < m.launch->stale_begin || offset >= m.launch->stale_end))
-      fail("%s (line %d): shared offset %u was never written", what, line, offset);
-    const bool old = !written || write.stamp < (write.writer < kMaxThreads ? joint[write.writer / kWarp]
+    if (write.stamp <= m.before) fail("%s (line %d): shared offset %u was never written", what, line, offset);
+    const bool old = write.stamp < (write.writer < kMaxThreads ? joint[write.writer / kWarp]
                                                                : m.warps[warp].joint_copies[write.writer - kMaxThreads]);
     for (int lane = 0; lane < kWarp && !old; ++lane)
       if (lanes >> lane & 1 && write.writer != warp * kWarp + lane &&

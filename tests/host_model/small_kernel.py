@@ -43,7 +43,6 @@ def run(
     seed: int = 1,
     pdl: bool = False,
     threads: int = THREADS,
-    stale: str | None = None,
 ) -> tuple[np.ndarray, Counts]:
     """Run a body of 64 threads of 64 registers; `in` is 256 floats, `out` 256 a block."""
     given = np.arange(256, dtype=np.float32) if inputs is None else inputs
@@ -81,7 +80,7 @@ def run(
     text = inline_headers(KERNEL.replace("SYMBOL", plan.symbol).replace("BODY", body), read_model)
     memory = Memory()
     source, out = memory.input("in", given), memory.output("out", (grid * 256,), np.float32)
-    counts = HostKernel(plan, text, stale).launch(grid, {"in": source, "out": out, "mode": 0}, memory, seed, ("in",))
+    counts = HostKernel(plan, text).launch(grid, {"in": source, "out": out, "mode": 0}, memory, seed, ("in",))
     return out.copy(), counts
 
 

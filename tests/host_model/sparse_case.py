@@ -69,9 +69,7 @@ def main_kernel(fmt: str, heads_n: int, arch_name: str, tile: Tile) -> HostKerne
         ("smem", arch_row(arch_name).smem_class),
     )
     variant = Variant(NAME, "main", "mma_sync", arch_name, axes)
-    plan = plan_main(variant, Geometry(heads_n, **dict(tile)) if tile else None)
-    # A warp with two blocks of tokens also scores the one that is dead, from whatever rows lie there.
-    return HostKernel(plan, stale="rows" if plan.constant("kWarpBlocks") > 1 else None)
+    return HostKernel(plan_main(variant, Geometry(heads_n, **dict(tile)) if tile else None))
 
 
 @cache

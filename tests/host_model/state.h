@@ -22,8 +22,7 @@ struct HostLaunch {
   const void* params;
   const HostRegion* regions;
   unsigned region_count, grid, threads, smem_bytes;
-  unsigned registers;                // of a thread at the start
-  unsigned stale_begin, stale_end;   // shared offsets that may be read before they are written: 0xff bytes
+  unsigned registers;  // of a thread at the start
   unsigned long long seed;
   unsigned long long barriers, collectives;  // results
 };

@@ -226,15 +226,6 @@ def test_registers_move(seed: int) -> None:
     assert np.array_equal(out, np.tile(np.arange(256), 2))
 
 
-def test_stale_memory_may_be_read_where_the_kernel_says() -> None:
-    out, _ = run("out[t] = ptx::float_of(ptx::load_shared_4(tile + 4 * t));", stale="tile")
-    assert np.isnan(out[:64]).all()
-    with pytest.raises(HostModelError, match="never written"):
-        run("out[t] = ptx::float_of(ptx::load_shared_4(tile + 4 * t));", stale="word")
-    with pytest.raises(HostModelError, match=UNWAITED):
-        run(bulk(wait=""), stale="tile")
-
-
 def test_read_before_the_dependency_wait_is_found() -> None:
     out, _ = run("ptx::grid_dependency_wait(); out[t] = in[t];", pdl=True)
     assert np.array_equal(out[:64], np.arange(64))
