@@ -22,9 +22,9 @@
 //   warps find the factor by which O shrinks beside the P that they take over.
 //
 // Softmax reference: instead of a running maximum, a reference M per head that is raised only when a score exceeds it by
-// kLazyThreshold (log2 units). The result is exact for any M; L >= 2^-kLazyThreshold keeps it in range. P is masked after
-// exp2, never through -inf minus -inf. Rows without a valid id are zeros in shared memory, so that nothing stale meets a zero
-// probability; blocks of 16 rows without a valid one are skipped by all.
+// kLazyThreshold (log2 units). The result is exact for any M; L >= 2^-kLazyThreshold keeps it in range. Scores of
+// invalid tokens are -inf and M is finite or NaN, so no difference is -inf minus -inf. Rows without a valid id are zeros in
+// shared memory, so that nothing stale meets a zero probability; blocks of 16 rows without a valid one are skipped by all.
 #pragma once
 #include "prims/ptx/mbarrier.cuh"
 #include "prims/ptx/registers.cuh"

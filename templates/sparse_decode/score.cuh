@@ -74,18 +74,18 @@ struct ScoreWarp {
     const u32 valid = shared.valid[slot] >> token;  // bit t: the warp's token t
     const bool live = (valid & (kRows == 1 ? 0xffffu : 0xffffffffu)) != 0;
     float s[kRows][kTiles][4] = {};
-    if (live) score(s, rows);
-    const bool raise = ptx::barrier_any(1, kThreads, live && outgrown(s, valid));  // B
+    if (live) score(s, rows, valid);
+    const bool raise = ptx::barrier_any(1, kThreads, live && outgrown(s));  // B
     // Round r waits for phase r - 1; in round 0 the phase before the first counts as complete.
     ptx::mbarrier_wait(ptx::shared_address(&shared.drained[buffer]), (round & 1) ^ 1);
     if (warp == 0 && lane == 0) shared.raised[buffer] = raise;
-    if (raise) raise_reference(s, valid, buffer);
-    if (live) store_probabilities(s, valid, rows, buffer);
+    if (raise) raise_reference(s, live, buffer);
+    if (live) store_probabilities(s, rows, buffer);
     ptx::mbarrier_arrive(ptx::shared_address(&shared.filled[buffer]));
   }
 
-  // Scores in log2 units: S times the logit factor.
-  DSA_DEVICE void score(float (&s)[kRows][kTiles][4], u32 rows) const {
+  // Scores in log2 units: S times the logit factor, -inf for invalid tokens (whose rows are zeros).
+  DSA_DEVICE void score(float (&s)[kRows][kTiles][4], u32 rows, u32 valid) const {
     const u32 query = ptx::shared_address(shared.query) + tile_begin * 8 * C::kQueryPitchBytes;
     if (kEvenShares || tile_count == kTiles) {
       Encoding::score(s, rows, query, lane);
@@ -99,13 +99,18 @@ struct ScoreWarp {
 #pragma unroll
           for (int i = 0; i < 4; ++i) s[m][j][i] = fewer[m][j][i];
     }
+    float mask[kRows][2];
+#pragma unroll
+    for (int m = 0; m < kRows; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) mask[m][half] = is_valid(valid, m, half) ? 0.0f : -kInfinity;
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
       const Words4 pair = head_pair(j);
 #pragma unroll
       for (int m = 0; m < kRows; ++m)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) s[m][j][i] *= ptx::float_of(i % 2 == 0 ? pair.x : pair.z);
+        for (int i = 0; i < 4; ++i) s[m][j][i] = s[m][j][i] * ptx::float_of(i % 2 == 0 ? pair.x : pair.z) + mask[m][i / 2];
     }
   }
 
@@ -117,8 +122,8 @@ struct ScoreWarp {
   // Whether this lane's row of block m and half (row lane / 4 or that + 8) is valid.
   DSA_DEVICE bool is_valid(u32 valid, int m, int half) const { return valid >> (16 * m + 8 * half + lane / 4) & 1; }
 
-  // Whether a valid score exceeds its reference by more than the threshold.
-  DSA_DEVICE bool outgrown(const float (&s)[kRows][kTiles][4], u32 valid) const {
+  // Whether a score exceeds its reference by more than the threshold.
+  DSA_DEVICE bool outgrown(const float (&s)[kRows][kTiles][4]) const {
     bool any = false;
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
@@ -127,13 +132,13 @@ struct ScoreWarp {
 #pragma unroll
       for (int m = 0; m < kRows; ++m)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) any |= is_valid(valid, m, i / 2) && has_tile(j) && s[m][j][i] > limit[i % 2];
+        for (int i = 0; i < 4; ++i) any |= has_tile(j) && s[m][j][i] > limit[i % 2];
     }
     return any;
   }
 
   // P = 2^(s - M) of valid tokens, 0 of others: added to the sums and written as bf16 copies, one per scale group.
-  DSA_DEVICE void store_probabilities(float (&s)[kRows][kTiles][4], u32 valid, u32 rows, int buffer) {
+  DSA_DEVICE void store_probabilities(float (&s)[kRows][kTiles][4], u32 rows, int buffer) {
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
       const Words4 pair = head_pair(j);
@@ -142,7 +147,7 @@ struct ScoreWarp {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float x = s[m][j][i] - ptx::float_of(i % 2 == 0 ? pair.y : pair.w);
-          s[m][j][i] = is_valid(valid, m, i / 2) ? ptx::exp2_approx(x) : 0.0f;
+          s[m][j][i] = ptx::exp2_approx(x);  // 0 for -inf
           sum[j][i % 2] += s[m][j][i];
         }
     }
@@ -155,7 +160,7 @@ struct ScoreWarp {
                                                   16 * (group * kRows + m) + 8 * half + lane / 4);
 #pragma unroll
         for (int copy = 0; copy < Encoding::kProbabilityCopies; ++copy) {
-          const float scale = is_valid(valid, m, half) ? Encoding::scale(row, copy) * Encoding::kProbabilityScale : 0.0f;
+          const float scale = Encoding::scale(row, copy) * Encoding::kProbabilityScale;
 #pragma unroll
           for (int j = 0; j < kTiles; ++j)
             if (has_tile(j))
@@ -167,7 +172,7 @@ struct ScoreWarp {
   }
 
   // M becomes the exact maximum so far; the sums shrink here, O in the value warps.
-  DSA_DEVICE void raise_reference(const float (&s)[kRows][kTiles][4], u32 valid, int buffer) {
+  DSA_DEVICE void raise_reference(const float (&s)[kRows][kTiles][4], bool live, int buffer) {
 #pragma unroll
     for (int j = 0; j < kTiles; ++j)
 #pragma unroll
@@ -177,7 +182,7 @@ struct ScoreWarp {
         for (int m = 0; m < kRows; ++m)
 #pragma unroll
           for (int half = 0; half < 2; ++half)
-            if (is_valid(valid, m, half)) top = larger(s[m][j][2 * half + e], top);
+            if (live) top = larger(s[m][j][2 * half + e], top);
 #pragma unroll
         for (int mask = 4; mask < 32; mask *= 2) top = larger(top, ptx::float_of(ptx::shuffle_xor(ptx::bits_of(top), mask)));
         if (lane < 4 && has_tile(j)) shared.block_value[group][column(j, e)] = top;
