@@ -41,8 +41,12 @@ class Gates:
     lse_limit: float = 1e-3
 
     def for_logits(self, peak: float) -> Gates:
-        """Gates for logits up to `peak`: their rounding shows in an lse that happens to be near 0."""
-        return replace(self, lse_abs=self.lse_abs + _LOGIT_ERROR * peak)
+        """Gates for logits up to `peak` and any number of elements.
+
+        The logits' rounding shows in an lse that happens to be near 0; and among many elements one near 0 meets a
+        probability and an output that were both rounded the same way, which is 2 * 2^-8 of its group's RMS.
+        """
+        return replace(self, lse_abs=self.lse_abs + _LOGIT_ERROR * peak, out_abs_rms=2 * 2.0**-8)
 
     def for_peak(self, peak: float) -> Gates:
         """Gates for values of any magnitude and logits up to `peak`, whose own rounding then shows in the weights."""

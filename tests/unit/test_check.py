@@ -346,7 +346,8 @@ def test_wrong_shapes_fail():
 def test_gates_widen_with_the_logits_only_where_they_must():
     assert gates_for(Values.NORMAL, 1e4) == Gates()
     peaked = gates_for(Values.PEAKED, 16.0)
-    assert replace(peaked, lse_abs=Gates().lse_abs) == Gates() and peaked.lse_abs < 1e-4
+    assert replace(peaked, lse_abs=Gates().lse_abs, out_abs_rms=0.0) == Gates()
+    assert peaked.lse_abs < 1e-4 and peaked.out_abs_rms == 2 * 2.0**-8
     assert gates_for(Values.HUGE, 1e4).group_error < 0.1
 
 
