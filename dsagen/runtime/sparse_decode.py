@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dsagen.division import page_divisor
 from dsagen.errors import GuardError
 from dsagen.families.sparse_decode.choice import TENSOR_GUARDS
 from dsagen.families.sparse_decode.guards import INDEX_GUARD, LENGTH_GUARD, WORKSPACE_GUARD
-from dsagen.families.sparse_decode.op import DecodePartition, page_divisor
+from dsagen.families.sparse_decode.op import DecodePartition
 from dsagen.guard import check
 from dsagen.runtime.driver import Driver
 from dsagen.runtime.launch import ArgumentBlock, KernelLaunch, Number

@@ -10,9 +10,10 @@ import numpy as np
 from host import Counts, HostKernel, Memory
 
 from dsagen.arch import arch as arch_row
+from dsagen.division import page_divisor
 from dsagen.families.sparse_decode.family import FAMILY, NAME, plan_main
 from dsagen.families.sparse_decode.geometry import Encoding, Geometry, encoding_of, heads_per_cta
-from dsagen.families.sparse_decode.op import DecodeShape, page_divisor, partition
+from dsagen.families.sparse_decode.op import DecodeShape, partition
 from dsagen.kv_format import kv_format
 from dsagen.plan import Variant
 

@@ -18,7 +18,7 @@ PACKAGE = ROOT / "dsagen"
 LAYERS = (
     ("leaf", ("errors", "knobs", "log")),
     ("facts", ("spec", "spec_defaults", "spec_problems", "spec_source", "slug", "arch", "kv_format", "dtype", "model")),
-    ("core", ("matrix", "plan", "guard", "limits", "family")),
+    ("core", ("matrix", "plan", "guard", "limits", "family", "division")),
     ("families", ("families",)),
     ("render", ("render",)),
     ("build", ("build",)),

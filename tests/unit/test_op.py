@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dsagen.division import page_divisor
 from dsagen.errors import GuardError
 from dsagen.families.sparse_decode.choice import candidates, choose, explain_choice
-from dsagen.families.sparse_decode.op import DecodeShape, page_divisor, partition, resident_ctas
+from dsagen.families.sparse_decode.op import DecodeShape, partition, resident_ctas
 from dsagen.families.sparse_decode.schedule import SplitLoad, choose_splits, split_cost_us
 from dsagen.family import family_of_op
 from dsagen.matrix import expand

@@ -1,4 +1,4 @@
-"""Launch arithmetic of sparse decode: head groups, splits, grids, workspace layout, page division. No torch.
+"""Launch arithmetic of sparse decode: head groups, splits, grids, workspace layout. No torch.
 
 CTA `i` of the main kernel handles item ((row x num_splits) + split) x head_groups + group, with row = b x s_q + s.
 Split `j` of S takes tiles j, j + S, j + 2S, ... of its index row, so that a padded tail spreads over all splits.
@@ -27,8 +27,6 @@ from dsagen.plan import KernelPlan, round_up
 Determinism = Literal["off", "batch_invariant"]
 WORKSPACE_ALIGNMENT_BYTES = 256
 _FP32_BYTES = 4
-# floor(n / page_size) is exact for token ids, which are int32.
-_DIVIDEND_BITS = 31
 
 
 @dataclass(frozen=True)
@@ -137,15 +135,6 @@ def resident_ctas(plan: KernelPlan) -> int:
             arch.registers_per_sm // (plan.threads * plan.registers_cap),
         ),
     )
-
-
-def page_divisor(page_size: int) -> tuple[int, int]:
-    """(multiplier, shift) with n // page_size == n * multiplier >> (31 + shift) for every 0 <= n < 2^31.
-
-    `shift` is ceil(log2(page_size)); the product stays below 2^64 for page sizes of 1 .. 2^30.
-    """
-    shift = (page_size - 1).bit_length()
-    return -(-(1 << (_DIVIDEND_BITS + shift)) // page_size), shift
 
 
 def _require_sizes(shape: DecodeShape, num_splits: int | None) -> None:
