@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 NAME = "sparse_decode"
 BODY = "mma_sync"
-TEMPLATE = "sparse_decode/kernel.cu.j2"
+TEMPLATE = "kernel.cu.j2"
 COMBINE_REGISTERS = 128
 # Log2 units by which a score may exceed the softmax reference before the reference is raised. bf16 and fp32 have the
 # range for far more; this leaves it to the scales.
