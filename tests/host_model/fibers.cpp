@@ -300,7 +300,11 @@ bool prepare(HostLaunch* launch) {
     m.stacks.push_back(static_cast<uint8_t*>(stack));
   }
   for (unsigned i = 0; i < launch->smem_bytes / 4; ++i) m.writes[i] = {0, 0, -1};
-  for (size_t w = 0; w < m.warps.size(); ++w) std::memset(m.reads[w], 0, launch->smem_bytes / 4 * sizeof(Reads));
+  for (size_t w = 0; w < m.warps.size(); ++w) {
+    std::memset(m.reads[w], 0, launch->smem_bytes / 4 * sizeof(Reads));
+    std::memset(m.adds[w], 0, launch->smem_bytes / 4 * sizeof(Reads));
+  }
+  std::memset(m.last_add, 0, launch->smem_bytes);
   m.now = 1;
   launch->barriers = launch->collectives = 0;
   return true;

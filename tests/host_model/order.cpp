@@ -67,6 +67,23 @@ uint8_t* shared_bytes(uint32_t address, uint32_t bytes, uint32_t alignment, cons
   return dynamic_smem + (address - kSharedBase);
 }
 
+namespace {
+
+// A plain access of a word by a lane follows all atomic additions to it.
+void check_adds(uint32_t offset, const Lane& lane, const char* what, int line) {
+  if (m.last_add[offset / 4] <= m.before) return;
+  for (int w = 0; w < static_cast<int>(m.warps.size()); ++w) {
+    const Reads& adds = m.adds[w][offset / 4];
+    if (adds.stamp <= m.before || adds.stamp < m.warps[lane.index / kWarp].joint[w]) continue;
+    uint32_t left = unordered(w, adds, lane.clock);
+    if (w == lane.index / kWarp) left &= ~(1u << lane.index % kWarp);
+    if (left != 0)
+      fail("%s (line %d): shared offset %u was added to by warp %d (lanes %#x) with no barrier since", what, line, offset, w, left);
+  }
+}
+
+}  // namespace
+
 // A read by the given lanes of a warp.
 void note_read(uint32_t address, uint32_t bytes, int warp, uint32_t lanes, const char* what, int line) {
   const auto& joint = m.warps[warp].joint;
@@ -81,6 +98,8 @@ void note_read(uint32_t address, uint32_t bytes, int warp, uint32_t lanes, const
           write.stamp >= m.lanes[warp * kWarp + lane].clock.of[write.writer])
         fail("%s (line %d): shared offset %u was written by %s %d with no barrier since", what, line, offset,
              name_writer(write.writer), number_writer(write.writer));
+    for (int lane = 0; lane < kWarp; ++lane)
+      if (lanes >> lane & 1) check_adds(offset, m.lanes[warp * kWarp + lane], what, line);
     remember(m.reads[warp][offset / 4], lanes, joint[warp]);
   }
 }
@@ -108,6 +127,7 @@ void note_write(uint32_t address, uint32_t bytes, const Clock& clock, const char
   for (uint32_t offset = begin; offset < end; offset += 4) {
     Write& write = m.writes[offset / 4];
     check_in_flight(write, offset, what, line);
+    check_adds(offset, *m.current, what, line);
     if (write.stamp > m.before && !(generic && write.writer == self) && write.stamp >= clock.of[write.writer])
       fail("%s (line %d): shared offset %u was written by %s %d too, with no %s since", what, line, offset,
            name_writer(write.writer), number_writer(write.writer), order);
@@ -194,6 +214,34 @@ void store_shared(uint32_t address, const void* source, uint32_t bytes, const ch
   uint8_t* target = shared_bytes(address, bytes, bytes, what, m.current->line);
   note_write(address, bytes, m.current->clock, what, m.current->line);
   std::memcpy(target, source, bytes);
+}
+
+uint32_t shared_add(uint32_t address, uint32_t value, const char* what, int line) {
+  note(what, line);
+  const int self = m.current->index, own_warp = self / kWarp;
+  uint8_t* target = shared_bytes(address, 4, 4, what, line);
+  const uint32_t offset = address - kSharedBase;
+  const Write& write = m.writes[offset / 4];
+  check_in_flight(write, offset, what, line);
+  if (write.stamp <= m.before) fail("%s (line %d): shared offset %u was never written", what, line, offset);
+  if (write.writer != self && write.stamp >= m.current->clock.of[write.writer])
+    fail("%s (line %d): shared offset %u was written by %s %d with no barrier since", what, line, offset, name_writer(write.writer),
+         number_writer(write.writer));
+  for (int w = 0; w < static_cast<int>(m.warps.size()); ++w) {
+    const Reads& reads = m.reads[w][offset / 4];
+    if (reads.stamp <= m.before || reads.stamp < m.warps[own_warp].joint[w]) continue;
+    uint32_t left = unordered(w, reads, m.current->clock);
+    if (w == own_warp) left &= ~(1u << self % kWarp);
+    if (left != 0)
+      fail("%s (line %d): shared offset %u was read by warp %d (lanes %#x) with no barrier since", what, line, offset, w, left);
+  }
+  remember(m.adds[own_warp][offset / 4], 1u << self % kWarp, m.warps[own_warp].joint[own_warp]);
+  m.last_add[offset / 4] = m.now;
+  uint32_t before;
+  std::memcpy(&before, target, 4);
+  const uint32_t after = before + value;
+  std::memcpy(target, &after, 4);
+  return before;
 }
 
 }  // namespace host

@@ -17,6 +17,7 @@ struct SharedStorage {
   alignas(16) u32 word[64];
   alignas(16) u64 landed[2];
 };
+#include "prims/ptx/atomic.cuh"
 #include "prims/ptx/bulk.cuh"
 #include "prims/ptx/mbarrier.cuh"
 #include "prims/ptx/convert.cuh"

@@ -127,6 +127,8 @@ struct Machine {
   std::vector<uint8_t*> stacks;
   Write writes[kSharedBytesMax / 4];
   Reads reads[kMaxWarps][kSharedBytesMax / 4];
+  Reads adds[kMaxWarps][kSharedBytesMax / 4];  // atomic additions since the last plain write
+  uint32_t last_add[kSharedBytesMax / 4];      // the newest of them
   std::vector<LaneStamps> each_lane;
   Lane* current;
   Barrier barriers[kBarriers];

@@ -200,3 +200,18 @@ def test_every_prim_has_a_model() -> None:
         assert model.is_file(), f"{header.name} has no model"
         missing = set(name.findall(header.read_text())) - set(name.findall(model.read_text()))
         assert not missing, f"{header.name}: no model of {sorted(missing)}"
+
+
+def test_additions_need_no_order_among_each_other() -> None:
+    body = """
+      if (t < 8) ptx::store_shared_4(tile + 4 * t, 100);
+      ptx::barrier_sync(0, 64);
+      ptx::shared_add(tile, t);
+      const u32 before = ptx::shared_fetch_add(tile + 4, 1);
+      ptx::barrier_sync(0, 64);
+      out[t] = static_cast<float>(ptx::load_shared_4(tile));
+      out[64 + t] = static_cast<float>(before);
+    """
+    out, _ = run(body)
+    assert (out[:64] == 100 + 63 * 32).all()
+    assert sorted(out[64:128]) == list(range(100, 164))

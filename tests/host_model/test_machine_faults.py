@@ -28,6 +28,31 @@ FAULTS: dict[str, tuple[str, str]] = {
         "ptx::store_shared_16(tile + 16 * t, Words4{}); ptx::load_matrix_x4(tile + 16 * lane);",
         r"load_matrix_x4 .*(never written|no barrier since)",
     ),
+    "addition to nothing": ("ptx::shared_add(tile, 1);", "was never written"),
+    "addition to what another thread wrote, without a barrier": (
+        "if (t == 0) ptx::store_shared_4(tile, 0); ptx::shared_add(tile, 1);",
+        r"never written|written by thread 0 with no barrier since",
+    ),
+    "addition to what another thread read, without a barrier": (
+        "ptx::store_shared_4(tile + 4 * t, 0); ptx::barrier_sync(0, 64);"
+        "out[t] = ptx::load_shared_4(tile + 4 * t); ptx::shared_add(tile + 4 * (t ^ 40), 1);",
+        r"was (read|added to) by warp \d+ .*with no barrier since",
+    ),
+    "read of what another thread added to, without a barrier": (
+        "ptx::store_shared_4(tile + 4 * t, 0); ptx::barrier_sync(0, 64);"
+        "ptx::shared_fetch_add(tile + 4 * t, 1); out[t] = ptx::load_shared_4(tile + 4 * (t ^ 1));",
+        r"was (read|added to) by warp \d+ .*with no barrier since",
+    ),
+    "write of what another thread added to, without a barrier": (
+        "ptx::store_shared_4(tile + 4 * t, 0); ptx::barrier_sync(0, 64);"
+        "ptx::shared_add(tile + 4 * t, 1); ptx::store_shared_4(tile + 4 * (t ^ 33), 1);",
+        r"was (added to by warp|written by thread) \d+ .*with no barrier since",
+    ),
+    "read ordered after the last addition only": (
+        "ptx::store_shared_4(tile + 4 * t, 0); ptx::barrier_sync(0, 64); ptx::shared_add(tile, 1);"
+        "if (t < 32) { ptx::warp_sync(); out[t] = ptx::load_shared_4(tile); }",
+        r"was (read|added to) by warp \d+ .*with no barrier since",
+    ),
     "shared read of nothing": ("out[t] = ptx::load_shared_4(tile + 512);", "was never written"),
     "copy not waited for": (
         "ptx::copy_async_16(tile + 16 * t, in + 4 * (t % 32), 16); ptx::copy_async_commit();"
