@@ -25,7 +25,7 @@ from dsagen.arch import ARCHS, Arch, arch
 from dsagen.errors import SpecError
 from dsagen.kv_format import KV_FAMILIES, KV_FORMATS, KvFormat, extra_cache_problem, kv_format
 from dsagen.model import MODELS, ModelPreset, model_preset
-from dsagen.spec_defaults import NO_EXTRA_CACHE, complete
+from dsagen.spec_defaults import NO_EXTRA_CACHE, SCORES_OP, complete
 from dsagen.spec_problems import (
     MAX_HEADS,
     MAX_ROW_ELEMENTS,
@@ -133,6 +133,9 @@ class DeploymentSpec(_Part):
     dims: DimsSpec
     lse: LseSpec = LseSpec()
     determinism: Literal["off", "batch_invariant"] = "off"
+    scores: Literal["fp32", "bf16"] | None = Field(
+        default=None, description="dtype of the scores that topk selects from; None exactly where topk is no op"
+    )
 
     def __init__(self, /, **data: Any) -> None:
         try:
@@ -162,6 +165,8 @@ class DeploymentSpec(_Part):
     @model_validator(mode="after")
     def _no_contradiction(self) -> Self:
         dims, record = self.dims, self.kv_format
+        if self.scores is not None and SCORES_OP not in self.ops:
+            raise problem(("scores",), f"nothing reads it: add {SCORES_OP} to ops, or leave it out", self.scores)
         if dims.d_v > dims.d_qk:
             raise problem(
                 ("dims", "d_v"), f"must not exceed d_qk {dims.d_qk}: V is a part of each scored row", dims.d_v
@@ -195,6 +200,14 @@ class DeploymentSpec(_Part):
         return self.extra_kv.record if self.extra_kv else None
 
     @property
+    def selected_topk(self) -> int:
+        """Capacity, in columns, of the index rows that topk writes.
+
+        They are the second cache's where there is one: the first then holds the window, which nobody selects.
+        """
+        return self.extra_kv.topk if self.extra_kv else self.topk
+
+    @property
     def sm_scale(self) -> float:
         """The softmax scale that an op uses unless the call gives one."""
         scale = self.model_preset.sm_scale
@@ -204,6 +217,8 @@ class DeploymentSpec(_Part):
         """Plain data that `load_spec` turns back into an equal spec."""
         data = self.model_dump(mode="json")
         data["extra_kv"] = data["extra_kv"] or NO_EXTRA_CACHE
+        if data["scores"] is None:
+            del data["scores"]
         return data
 
     def to_yaml(self) -> str:

@@ -14,6 +14,9 @@ from dsagen.model import MODELS, ModelPreset, model_preset
 from dsagen.spec_problems import MAX_HEADS, problem
 
 NO_EXTRA_CACHE = "none"
+# The op that reads `scores`, and what it reads unless told otherwise.
+SCORES_OP = "topk"
+DEFAULT_SCORES = "fp32"
 
 
 def complete(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -35,6 +38,9 @@ def complete(data: Mapping[str, Any]) -> dict[str, Any]:
         if preset.topk is None:
             raise problem(("topk",), f"is missing: model {preset.name} has no default capacity, for example 2048")
         full["topk"] = preset.topk
+    ops = full.get("ops")
+    if isinstance(ops, list | tuple) and SCORES_OP in ops:
+        full.setdefault("scores", DEFAULT_SCORES)
     return full
 
 

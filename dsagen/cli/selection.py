@@ -107,4 +107,5 @@ def describe_spec(spec: DeploymentSpec) -> str:
     """A spec in one line."""
     extra = f" + {spec.extra_kv.format_id} (topk {spec.extra_kv.topk})" if spec.extra_kv is not None else ""
     mode = "" if spec.determinism == "off" else f", {spec.determinism.replace('_', '-')}"
-    return f"{spec.model}, {spec.heads} heads, KV {spec.kv.format_id} (topk {spec.topk}){extra}{mode}"
+    scores = f", {spec.scores} scores" if spec.scores is not None else ""
+    return f"{spec.model}, {spec.heads} heads, KV {spec.kv.format_id} (topk {spec.topk}){extra}{mode}{scores}"

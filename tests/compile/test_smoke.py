@@ -39,7 +39,18 @@ def toolchain_for(arch: str) -> Toolchain:
 @pytest.mark.parametrize("spec_name", FORMAT_SPECS)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_kernel_compiles_as_planned(arch: str, spec_name: str) -> None:
-    plans = every_plan(spec_name, arch)
+    require_as_planned(every_plan(spec_name, arch), arch)
+
+
+@pytest.mark.parametrize("scores", ["fp32", "bf16"])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_kernel_of_topk_compiles_as_planned(arch: str, scores: str) -> None:
+    plans = expand(load_spec("v32_h16").replace(archs=[arch], ops=["topk"], scores=scores)).plans()
+    assert len(plans) == 1
+    require_as_planned(plans, arch)
+
+
+def require_as_planned(plans: tuple[KernelPlan, ...], arch: str) -> None:
     results = build_units([render(plan) for plan in plans], Store.open(), lambda: toolchain_for(arch))
     for plan, result in zip(plans, results, strict=True):
         report = result.entry.report

@@ -191,6 +191,57 @@ TRIPS: dict[str, dict[str, Trip]] = {
             {"place": [1, 2, 70], "count": 1},
         ),
     },
+    "topk": {
+        "K-01": Trip(
+            {"smem_bytes": 101377, "smem_optin_bytes": 101376},
+            "[K-01] shared memory: the plan needs 101377 B and a block may have 101376 B: keep fewer candidates",
+            "smem_bytes <= smem_optin_bytes",
+            {"smem_bytes": 101376},
+        ),
+        "K-02": Trip(
+            {"threads": 1024, "registers_cap": 65, "registers_per_sm": 65536},
+            "[K-02] registers: 1024 threads x 65 exceed the SM's 65536: use fewer warps",
+            "(threads * registers_cap) <= registers_per_sm",
+            {"registers_cap": 64},
+        ),
+        "TK-01": Trip(
+            {"threads": 1040},
+            "[TK-01] block of 1040 threads: must be whole warps, at most 32",
+            "((threads % 32) == 0 && 32 <= threads && threads <= 1024)",
+            {"threads": 1024},
+        ),
+        "TK-02": Trip(
+            {"digit_bits": 13, "key_bits": 32},
+            "[TK-02] digits of 13 bits for keys of 32: must be 1 to 12 and no more than the key has",
+            "(1 <= digit_bits && digit_bits <= 12 && digit_bits <= key_bits)",
+            {"digit_bits": 12},
+        ),
+        "TK-03": Trip(
+            {"threads": 1024, "vector_elements": 64},
+            "[TK-03] block of 1024 threads x 64 scores: their counts are summed in 16 bits each, use fewer threads",
+            "(threads * vector_elements) <= 65535",
+            {"vector_elements": 63},
+        ),
+        "TK-04": Trip(
+            {"k": 2049, "topk_capacity": 2048},
+            "[TK-04] k: 2049, the spec declares a capacity of 2048: pass 1..2048 or raise `topk` in the spec (of "
+            "`extra_kv` where it has one)",
+            "(1 <= k && k <= topk_capacity)",
+            {"k": 2048},
+        ),
+        "TK-05": Trip(
+            {"rows": 2**31, "width": 4096},
+            "[TK-05] scores: 2147483648 rows of 4096 exceed 2147483647: indices are int32, and each row takes a CTA",
+            "(rows <= 2147483647 && width <= 2147483647)",
+            {"rows": 2**31 - 1},
+        ),
+        "TK-06": Trip(
+            {"page_size": 0},
+            "[TK-06] page_size: 0 is outside 1..1073741824",
+            "(1 <= page_size && page_size <= 1073741824)",
+            {"page_size": 1},
+        ),
+    },
     "every family": {
         "B-01": Trip(
             {**COMPILED, "stack_bytes": 8, "spill_store_bytes": 16},

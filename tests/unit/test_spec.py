@@ -423,3 +423,33 @@ def test_schema_lists_every_key_and_asks_for_four():
 
 def test_ops_are_the_families():
     assert "sparse_decode" in known_ops()
+
+
+# --- the dtype of scores, which one op reads -------------------------------------------------------------------------
+
+
+def test_scores_are_fp32_where_topk_reads_them_and_absent_elsewhere():
+    assert parse_spec(BASE_YAML).scores is None
+    assert "scores" not in parse_spec(BASE_YAML).to_mapping()
+    spec = parse_spec(changed(ops=["sparse_decode", "topk"]))
+    assert (spec.scores, spec.to_mapping()["scores"]) == ("fp32", "fp32")
+    assert parse_spec(changed(ops=["topk"], scores="bf16")).scores == "bf16"
+    for round_trip in (spec.to_yaml(), spec.to_json()):
+        assert parse_spec(round_trip) == spec
+
+
+def test_scores_that_nothing_reads_are_an_error():
+    text = "f.yaml:5: scores = 'fp32': nothing reads it: add topk to ops, or leave it out"
+    assert refusal(BASE_YAML + "scores: fp32\n") == text
+    with pytest.raises(SpecError, match="scores = 'bf16': nothing reads it"):
+        parse_spec(changed(ops=["topk"], scores="bf16")).replace(ops=["sparse_decode"])
+
+
+def test_scores_of_another_dtype_are_named_with_what_is_allowed():
+    text = refusal(changed(ops=["topk"], scores="fp16"))
+    assert text == "f.yaml:7: scores = 'fp16': is not allowed: must be 'fp32' or 'bf16' (did you mean bf16?)"
+
+
+def test_topk_selects_for_the_second_cache_where_there_is_one():
+    assert load_spec("v41_h128").selected_topk == 512
+    assert load_spec("v32_h128").selected_topk == 2048

@@ -1,0 +1,61 @@
+"""Every limit of top-k, stated once."""
+
+from __future__ import annotations
+
+from dsagen.guard import Guard
+
+PLAN_GUARDS: tuple[Guard, ...] = (
+    Guard(
+        "K-01",
+        "plan",
+        "smem_bytes <= smem_optin_bytes",
+        "shared memory: the plan needs {smem_bytes} B and a block may have {smem_optin_bytes} B: keep fewer candidates",
+    ),
+    Guard(
+        "K-02",
+        "plan",
+        "threads * registers_cap <= registers_per_sm",
+        "registers: {threads} threads x {registers_cap} exceed the SM's {registers_per_sm}: use fewer warps",
+    ),
+    Guard(
+        "TK-01",
+        "plan",
+        "threads % 32 == 0 and 32 <= threads and threads <= 1024",
+        "block of {threads} threads: must be whole warps, at most 32",
+    ),
+    Guard(
+        "TK-02",
+        "plan",
+        "1 <= digit_bits and digit_bits <= 12 and digit_bits <= key_bits",
+        "digits of {digit_bits} bits for keys of {key_bits}: must be 1 to 12 and no more than the key has",
+    ),
+    Guard(
+        "TK-03",
+        "plan",
+        "threads * vector_elements <= 65535",
+        "block of {threads} threads x {vector_elements} scores: their counts are summed in 16 bits each, use fewer "
+        "threads",
+    ),
+)
+
+LAUNCH_GUARDS: tuple[Guard, ...] = (
+    Guard(
+        "TK-04",
+        "launch",
+        "1 <= k and k <= topk_capacity",
+        "k: {k}, the spec declares a capacity of {topk_capacity}: pass 1..{topk_capacity} or raise `topk` in the spec "
+        "(of `extra_kv` where it has one)",
+    ),
+    Guard(
+        "TK-05",
+        "launch",
+        "rows <= 2147483647 and width <= 2147483647",
+        "scores: {rows} rows of {width} exceed 2147483647: indices are int32, and each row takes a CTA",
+    ),
+    Guard(
+        "TK-06",
+        "launch",
+        "1 <= page_size and page_size <= 1073741824",
+        "page_size: {page_size} is outside 1..1073741824",
+    ),
+)

@@ -1,0 +1,234 @@
+"""The top-k body, run on the CPU against a stable sort: keys, ties, windows, overflowing buffers, transforms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from host import COMPILER, HostModelError
+from topk_case import BUILT, SMALL, Block, Call, Pages, check, launch, words_of
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+
+INF, NAN = np.inf, np.nan
+ROW = 700
+Data = Callable[[np.random.Generator, int], np.ndarray]
+
+
+def from_bits(bits: np.ndarray) -> np.ndarray:
+    return bits.astype(np.uint32).view(np.float32)
+
+
+def relu_plateau(random: np.random.Generator, n: int) -> np.ndarray:
+    return np.maximum(random.standard_normal(n) - 1.2, 0)
+
+
+def with_nan(random: np.random.Generator, n: int) -> np.ndarray:
+    scores = random.standard_normal(n).astype(np.float32)
+    scores[random.random(n) < 0.6] = NAN
+    return scores
+
+
+def all_kinds_of_nan(random: np.random.Generator, n: int) -> np.ndarray:
+    return from_bits(random.integers(0, 2**22, n) | 0x7FC00000 | random.integers(0, 2, n) << 31)
+
+
+def with_infinities(random: np.random.Generator, n: int) -> np.ndarray:
+    return random.choice(np.array([INF, -INF, 1.0, NAN, -1.0], np.float32), n, p=[0.05, 0.6, 0.1, 0.2, 0.05])
+
+
+def zeros_of_both_signs(random: np.random.Generator, n: int) -> np.ndarray:
+    return random.choice(
+        np.array([0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45], np.float32), n, p=[0.4, 0.4, 0.05, 0.05, 0.05, 0.05]
+    )
+
+
+DATA: dict[str, Data] = {
+    "normal": lambda random, n: random.standard_normal(n),
+    "upper 22 bits equal": lambda random, n: from_bits(0x3F900000 | random.integers(0, 1024, n)),
+    "upper 11 bits equal": lambda random, n: from_bits(0x3F800000 | random.integers(0, 2**21, n)),
+    "one bin for each digit": lambda random, n: from_bits(0x3F912345 + (random.random(n) < 0.3)),
+    "negative, upper 22 bits equal": lambda random, n: from_bits(0xBF900000 | random.integers(0, 1024, n)),
+    "all bit patterns": lambda random, n: from_bits(random.integers(0, 2**32, n)),
+    "constant": lambda random, n: np.full(n, 3.25),
+    "ascending": lambda random, n: np.arange(n),
+    "descending": lambda random, n: -np.arange(n),
+    "two values": lambda random, n: random.choice([1.0, 2.0], n),
+    "plateau": relu_plateau,
+    "zeros of both signs": zeros_of_both_signs,
+    "many NaN": with_nan,
+    "only NaN": all_kinds_of_nan,
+    "only -inf": lambda random, n: np.full(n, -INF),
+    "only +inf": lambda random, n: np.full(n, INF),
+    "infinities": with_infinities,
+    "a tail of -inf": lambda random, n: np.where(np.arange(n) < n // 3, random.standard_normal(n), -INF),
+    "subnormals": lambda random, n: from_bits(random.integers(0, 2**23, n) | random.integers(0, 2, n) << 31),
+}
+LEVELS_DATA = (
+    "normal",
+    "upper 22 bits equal",
+    "upper 11 bits equal",
+    "one bin for each digit",
+    "plateau",
+    "constant",
+    "all bit patterns",
+)
+# Buffers that are never, sometimes and always large enough, and digits of other widths, so of other numbers of levels.
+BLOCKS = {
+    "small buffer": SMALL,
+    "no buffer": Block(candidates=0),
+    "ample buffer": Block(candidates=1024),
+    "8-bit digits": Block(digit_bits=8, candidates=32),
+    "8-bit digits, ample buffer": Block(digit_bits=8, candidates=1024, threads=32),
+    "12-bit digits": Block(digit_bits=12, candidates=100, threads=96),
+}
+
+
+def rows_of(kind: str, rows: int = 1, width: int = ROW, seed: int = 5) -> np.ndarray:
+    random = np.random.default_rng(seed)
+    with np.errstate(invalid="ignore"):
+        return np.stack([DATA[kind](random, width).astype(np.float32) for _ in range(rows)])
+
+
+@pytest.mark.parametrize("drops", [False, True], ids=["", "drops -inf"])
+@pytest.mark.parametrize("score", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", DATA)
+def test_data(kind: str, score: str, drops: bool) -> None:
+    for k in (1, 100, ROW - 1):
+        check(Call(rows_of(kind), k, score, drops_neg_inf=drops, misaligned=1))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "normal",
+        "upper 22 bits equal",
+        "upper 11 bits equal",
+        "one bin for each digit",
+        "plateau",
+        "constant",
+        "all bit patterns",
+    ],
+)
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("score", ["fp32", "bf16"])
+def test_every_way_through_the_levels(block: str, score: str, kind: str) -> None:
+    for k in (7, 350):
+        check(Call(rows_of(kind), k, score, block=BLOCKS[block]))
+
+
+@pytest.mark.parametrize("score", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["normal", "upper 22 bits equal", "upper 11 bits equal", "many NaN", "constant"])
+def test_the_kernel_that_is_built(kind: str, score: str) -> None:
+    lengths = (30_000, 9_001, 2_049, 2_048)
+    check(Call(rows_of(kind, 4, 30_000), 2048, score, lengths=lengths, block=BUILT, misaligned=3))
+
+
+@pytest.mark.parametrize("score", ["fp32", "bf16"])
+def test_a_row_with_more_candidates_than_the_buffer_that_is_built_holds(score: str) -> None:
+    # More than 8192 distinct scores under one first digit, and as many equal ones.
+    check(Call(from_bits(0x3F800000 + np.random.default_rng(1).permutation(12_000))[None], 2048, score, block=BUILT))
+    check(Call(np.full((1, 12_000), 0.5), 4096, score, block=BUILT))
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_100a", "sm_120a"])
+def test_other_archs(arch: str) -> None:
+    check(Call(rows_of("plateau", 2, 5000), 512, block=BUILT, arch=arch))
+
+
+@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.parametrize("score", ["fp32", "bf16"])
+def test_lengths_around_k(score: str, drops: bool) -> None:
+    lengths = (0, 1, 63, 64, 65, 129, ROW, -5, -(2**31), 2**31 - 1)
+    for kind in ("normal", "infinities"):
+        check(Call(rows_of(kind, len(lengths)), 64, score, lengths=lengths, drops_neg_inf=drops))
+
+
+@pytest.mark.parametrize("score", ["fp32", "bf16"])
+@pytest.mark.parametrize("misaligned", range(8))
+def test_windows_with_nan_outside(misaligned: int, score: str) -> None:
+    scores = rows_of("normal", 9)
+    starts, lengths = (0, 1, 2, 3, 5, 130, ROW - 3, ROW, 17), (200, 77, 40, 39, 300, 129, 50, 10, 41)
+    for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        scores[row, :start] = scores[row, start + length :] = (NAN, INF)[row % 2]
+    check(Call(scores, 40, score, lengths, starts, misaligned=misaligned))
+
+
+def test_windows_that_leave_the_row_are_bounded_by_it() -> None:
+    starts, lengths = (-3, ROW + 50, 2**31 - 1, ROW - 10, 100), (500, 5, 2**31 - 1, 2**31 - 1, -1)
+    check(Call(rows_of("normal", 5), 40, lengths=lengths, starts=starts))
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 4, 5, 255, 256, 257, 511, 512, 513, 1024, 1025])
+def test_widths_around_the_blocks(width: int) -> None:
+    for k in {1, width // 2 + 1, width, width + 1}:
+        check(Call(rows_of("two values", 2, width), k, misaligned=2))
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 48, 64, 1 << 30])
+def test_pages(size: int) -> None:
+    random = np.random.default_rng(size)
+    lengths = (ROW, 300, 12)
+    columns = ROW // size + 3
+    table = random.integers(0, 2**31 // size - 1, (5, columns))
+    table[1, ::3] = -1
+    for pages in (
+        Pages(size, table),
+        Pages(size, table, table_of_row=(4, 1, 0), starts=(0, 2, 1)),
+        # Tables that do not exist, pages past the table's end or before it, pages beyond int32.
+        Pages(size, table, table_of_row=(-1, 5, 2)),
+        Pages(size, table[:, : columns // 2], starts=(0, -1, 2**31 - 1)),
+        Pages(size, np.full((3, columns), 2**31 - 1)),
+    ):
+        check(Call(rows_of("normal", 3), 128, lengths=lengths, pages=pages))
+
+
+def test_candidate_blocks_of_eight_are_pages_of_a_table_per_row() -> None:
+    blocks = np.random.default_rng(3).permutation(4 * 90).reshape(4, 90)
+    result = check(Call(rows_of("plateau", 4), 200, "bf16", pages=Pages(8, blocks)))
+    assert result.out[2, 5] == blocks[2, result.raw[2, 5] // 8] * 8 + result.raw[2, 5] % 8
+
+
+def test_offsets() -> None:
+    offsets = (0, 1000, -100, 2**31 - 300)
+    check(Call(rows_of("normal", 4), 300, lengths=(ROW, 299, ROW, ROW), offsets=offsets))
+    pages = Pages(16, np.arange(4 * 50).reshape(4, 50))
+    check(Call(rows_of("normal", 4), 300, offsets=offsets, pages=pages))
+
+
+@pytest.mark.parametrize("score", ["fp32", "bf16"])
+def test_rows_that_are_taken_whole_are_not_read(score: str) -> None:
+    call = Call(rows_of("normal", 3, 64), 64, score, lengths=(64, 3, 0), unreadable=True)
+    check(call)
+    for reads in (replace(call, k=63), replace(call, drops_neg_inf=True)):
+        with pytest.raises(HostModelError, match="scores"):
+            launch(reads)
+
+
+def test_a_full_buffer_costs_a_sweep_and_nothing_else() -> None:
+    # 64 keys under the first digit fit, 65 do not.
+    for under, fits in ((64, True), (65, False)):
+        scores = np.full((1, ROW), -1.0, np.float32)
+        scores[0, :under] = from_bits(0x3F800000 + np.arange(under))[::-1]
+        call = Call(scores, 60, block=SMALL)
+        ample = check(replace(call, block=Block(candidates=1024)))
+        result = check(call)
+        assert np.array_equal(result.raw, ample.raw)
+        assert (result.run.collectives == ample.run.collectives) is fits
+
+
+def test_results_do_not_depend_on_the_schedule() -> None:
+    call = Call(rows_of("one bin for each digit", 3), 333, lengths=(ROW, 500, 400))
+    first = check(call)
+    for seed in range(2, 6):
+        again = launch(replace(call, seed=seed))
+        assert np.array_equal(first.out, again.out)
+
+
+def test_the_reference_tells_equal_scores_by_their_bits() -> None:
+    # What the other tests lean on: -0 equals +0, and every NaN every other.
+    assert words_of(Call(np.array([[-0.0]]), 1))[0, 0] == 0x80000000
+    result = check(Call(np.array([[-0.0, 0.0, NAN, -NAN, -INF]]), 4))
+    assert result.raw[0].tolist() == [0, 1, 2, 4]

@@ -1,0 +1,180 @@
+"""Top-k cases on the host model: a launch as the runtime does it, and a reference by stable sorting."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+from host import Counts, HostKernel, Memory
+
+from dsagen.division import page_divisor
+from dsagen.families.topk.family import BODY, NAME, plan_select
+from dsagen.families.topk.geometry import Geometry, preferred_candidates
+from dsagen.plan import Variant
+
+UNSELECTED = -1
+ROW_GAP = 5  # elements between rows
+
+
+@dataclass(frozen=True)
+class Block:
+    """The block to run with; None: what is built."""
+
+    threads: int = 64
+    candidates: int = 64
+    digit_bits: int = 11
+    in_flight: int = 2
+
+
+SMALL = Block()
+BUILT = None
+
+
+@cache
+def kernel(score: str, block: Block | None, arch: str) -> HostKernel:
+    """Compiled kernel for a dtype of scores."""
+    variant = Variant(NAME, "main", BODY, arch, (("score", score), ("cand", preferred_candidates(score))))
+    return HostKernel(plan_select(variant, None if block is None else Geometry(score, **vars(block))))
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Page tables of a call. `table_of_row` None: as many tables as rows."""
+
+    size: int
+    table: np.ndarray  # int32 [tables, columns]
+    table_of_row: tuple[int, ...] | None = None
+    starts: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call over fp32 `scores` [rows, width], which for bf16 are cut to their upper halves."""
+
+    scores: np.ndarray
+    k: int
+    score: str = "fp32"
+    lengths: tuple[int, ...] | None = None
+    starts: tuple[int, ...] | None = None
+    drops_neg_inf: bool = False
+    pages: Pages | None = None
+    offsets: tuple[int, ...] | None = None
+    block: Block | None = SMALL
+    misaligned: int = 0  # elements by which the first row is off a multiple of 16 B
+    unreadable: bool = False  # no score but the first lies in memory
+    arch: str = "sm_90a"
+    seed: int = 1
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a launch wrote."""
+
+    out: np.ndarray
+    raw: np.ndarray
+    counts: np.ndarray
+    run: Counts
+
+
+def words_of(call: Call) -> np.ndarray:
+    """The scores' bits as the kernel reads them."""
+    bits = np.ascontiguousarray(call.scores, np.float32).view(np.uint32)
+    return bits if call.score == "fp32" else (bits >> 16).astype(np.uint16)
+
+
+def launch(call: Call) -> Result:
+    """Run one block a row. Outputs hold 0xff bytes before, and lie in rows wider than k."""
+    host_kernel = kernel(call.score, call.block, call.arch)
+    words, memory = words_of(call), Memory()
+    rows, width = words.shape
+    stride = width + ROW_GAP
+    buffer = np.full(call.misaligned + rows * stride, -1, np.int64).astype(words.dtype)  # NaN wherever no row is
+    for row in range(rows):
+        begin = call.misaligned + row * stride
+        buffer[begin : begin + width] = words[row]
+    scores = memory.input("scores", buffer[:1] if call.unreadable else buffer)[call.misaligned :]
+    out = memory.output("out", (rows, call.k + 3), np.int32)
+    raw = memory.output("raw", (rows, call.k + 1), np.int32)
+    counts = memory.output("counts", (rows,), np.int32)
+    out[...], raw[...], counts[...] = -77, -77, -77
+    pages = call.pages
+    table = None if pages is None else memory.input("page_table", pages.table.astype(np.int32))
+    multiplier, shift = page_divisor(1 if pages is None else pages.size)
+
+    def rows_of(name: str, values: tuple[int, ...] | None) -> np.ndarray | None:
+        return None if values is None else memory.input(name, np.array(values, np.int32))
+
+    params = {
+        "scores": scores,
+        "row_stride": stride,
+        "width": width,
+        "k": call.k,
+        "starts": rows_of("starts", call.starts),
+        "lengths": rows_of("lengths", call.lengths),
+        "drops_neg_inf": int(call.drops_neg_inf),
+        "out": out,
+        "out_stride": out.shape[1],
+        "raw": raw,
+        "raw_stride": raw.shape[1],
+        "counts": counts,
+        "offsets": rows_of("offsets", call.offsets),
+        "page_table": table,
+        "table_stride": 0 if table is None else table.shape[1],
+        "table_rows": 0 if table is None else table.shape[0],
+        "table_columns": 0 if table is None else table.shape[1],
+        "table_of_row": rows_of("table_of_row", None if pages is None else pages.table_of_row),
+        "table_starts": rows_of("table_starts", None if pages is None else pages.starts),
+        "page_multiplier": multiplier,
+        "page_shift": shift,
+        "page_size": 1 if pages is None else pages.size,
+    }
+    run = host_kernel.launch(rows, params, memory, call.seed)
+    assert (out[:, call.k :] == -77).all(), "wrote past the k slots"
+    assert (raw[:, call.k :] == -77).all(), "wrote past the k slots of raw"
+    return Result(out[:, : call.k].copy(), raw[:, : call.k].copy(), counts.copy(), run)
+
+
+def selected(call: Call, row: int) -> np.ndarray:
+    """Indices that the row's selection must hold, ascending: the first k of a stable sort, NaN last."""
+    words = words_of(call)
+    bits = words.astype(np.uint32) << (0 if call.score == "fp32" else 16)
+    with np.errstate(invalid="ignore"):  # signalling NaN
+        values = bits.view(np.float32)[row].astype(np.float64)
+    width = values.size
+    start = 0 if call.starts is None else min(max(call.starts[row], 0), width)
+    length = width - start if call.lengths is None else min(max(call.lengths[row], 0), width - start)
+    window = values[start : start + length]
+    # NaN sorts below -inf, and numpy's stable sort keeps the order of equal elements.
+    rank = np.lexsort((np.arange(length), -np.nan_to_num(window, nan=-np.inf), np.isnan(window)))
+    if call.drops_neg_inf:
+        rank = rank[window[rank] > -np.inf]
+    return np.sort(rank[: call.k])
+
+
+def translated(call: Call, row: int, indices: np.ndarray) -> np.ndarray:
+    """What indices become on output."""
+    ids = indices.astype(np.int64)
+    if call.pages is not None:
+        pages = call.pages
+        table_row = row if pages.table_of_row is None else pages.table_of_row[row]
+        if not 0 <= table_row < len(pages.table):
+            return np.full(len(ids), UNSELECTED)
+        columns = ids // pages.size + (0 if pages.starts is None else pages.starts[row])
+        exists = (columns >= 0) & (columns < pages.table.shape[1])
+        entries = pages.table[table_row].astype(np.int64)[np.where(exists, columns, 0)]
+        ids = np.where(exists & (entries >= 0), entries * pages.size + ids % pages.size, -(2**40))
+    ids = ids + (0 if call.offsets is None else call.offsets[row])
+    return np.where((ids >= 0) & (ids < 2**31), ids, UNSELECTED)
+
+
+def check(call: Call) -> Result:
+    """Launch, and compare every slot with the reference."""
+    result = launch(call)
+    for row in range(len(call.scores)):
+        indices = selected(call, row)
+        rest = [UNSELECTED] * (call.k - len(indices))
+        assert result.counts[row] == len(indices), row
+        assert result.raw[row].tolist() == [*indices.tolist(), *rest], row
+        assert result.out[row].tolist() == [*translated(call, row, indices).tolist(), *rest], row
+    return result
