@@ -44,7 +44,7 @@ def explain(
         if as_json:
             raise SpecError("explain --batch prints text only: leave out --json, or leave out --batch for the plans")
         selection.matrix.require_complete()
-        echo_lines(_call_lines(selection, batch, s_q, topk or selection.spec.topk, sms))
+        echo_lines(_decode_lines(selection, batch, s_q, topk, sms) + _topk_lines(selection, batch * s_q, topk))
         return
     if as_json:
         echo_json(_selection_json(selection))
@@ -57,28 +57,45 @@ def explain(
     echo_lines(lines)
 
 
-def _call_lines(selection: Selection, batch: int, s_q: int, topk: int, sms: int | None) -> list[str]:
-    """Choice and partition of a sparse-decode call on each arch."""
+def _decode_lines(selection: Selection, batch: int, s_q: int, topk: int | None, sms: int | None) -> list[str]:
+    """Choice and partition of a sparse-decode call on each arch; none where the spec has no such op."""
     from dsagen.arch import arch
     from dsagen.families.sparse_decode.choice import candidates, explain_choice
     from dsagen.families.sparse_decode.op import DecodeShape
 
     spec = selection.spec
-    shape = DecodeShape(batch, s_q, spec.heads, topk)
+    shape = DecodeShape(batch, s_q, spec.heads, topk or spec.topk)
     lines: list[str] = []
-    for name in dict.fromkeys(cell.arch for cell in selection.matrix.cells):
+    for name in dict.fromkeys(cell.arch for cell in selection.matrix.cells if cell.op == "sparse_decode"):
         measured = next(iter(arch(name).figures), None)
         if sms is None and measured is None:
             lines.append(f"{name}: no device of this arch was measured: give its multiprocessors with --sms")
             continue
         count = sms or (measured.sm_count if measured else 0)
-        plans = [
-            plan for plan in selection.matrix.plans() if (plan.variant.arch, plan.variant.kernel) == (name, "main")
-        ]
+        plans = _main_plans(selection, "sparse_decode", name)
         judged = candidates(plans, shape, spec.topk, count, spec.determinism)
         device = f"{measured.device}, " if measured is not None and sms is None else ""
         lines += [f"{spec.name} on {name} ({device}{count} multiprocessors)", explain_choice(judged, shape)]
     return lines
+
+
+def _topk_lines(selection: Selection, rows: int, topk: int | None) -> list[str]:
+    """What a top-k call takes on each arch; none where the spec has no such op."""
+    from dsagen.families.topk.op import TopkShape, explain_call
+
+    spec = selection.spec
+    shape = TopkShape(rows, topk or spec.selected_topk, spec.selected_topk)
+    lines: list[str] = []
+    for name in dict.fromkeys(cell.arch for cell in selection.matrix.cells if cell.op == "topk"):
+        (plan,) = _main_plans(selection, "topk", name)
+        lines += [f"{spec.name} on {name}", explain_call(plan, shape)]
+    return lines
+
+
+def _main_plans(selection: Selection, family: str, arch: str) -> list[KernelPlan]:
+    wanted = (family, arch, "main")
+    plans = selection.matrix.plans()
+    return [plan for plan in plans if (plan.variant.family, plan.variant.arch, plan.variant.kernel) == wanted]
 
 
 def _launch_guards(plan: KernelPlan) -> Sequence[Guard]:

@@ -14,7 +14,8 @@ from dsagen import knobs
 from dsagen.errors import DeviceError, FrozenError, GuardError
 from dsagen.families.sparse_decode.choice import Candidate, candidates, choose, explain_choice
 from dsagen.families.sparse_decode.op import DecodeShape
-from dsagen.family import Cell, family_of_op
+from dsagen.families.topk.op import TopkShape, explain_call
+from dsagen.family import family_of_op
 from dsagen.log import configure_library_logging
 from dsagen.matrix import expand
 from dsagen.plan import KernelPlan
@@ -30,6 +31,18 @@ from dsagen.runtime.sparse_decode import (
     check_index_values,
     make_outputs,
     require_scale,
+)
+from dsagen.runtime.topk import OP as TOPK_OP
+from dsagen.runtime.topk import (
+    TopkLauncher,
+    TopkOptions,
+    TopkTensors,
+    bind,
+    check_windows,
+    make_output,
+    output_arguments,
+    require_int,
+    table_and_page_size,
 )
 from dsagen.spec import DeploymentSpec, load_spec
 
@@ -59,17 +72,27 @@ def load(
 
 @dataclass(frozen=True)
 class DeviceKernels:
-    """What a deployment runs on one device: its main kernels in order of preference, and the combine."""
+    """What a deployment runs on one device: plans by op and role, each in order of preference."""
 
     ordinal: int
     facts: DeviceFacts
-    mains: tuple[KernelPlan, ...]
-    combine: KernelPlan
+    arch: str
+    by_role: Mapping[tuple[str, str], tuple[KernelPlan, ...]]
 
     @property
     def plans(self) -> tuple[KernelPlan, ...]:
         """All of them."""
-        return (*self.mains, self.combine)
+        return tuple(plan for plans in self.by_role.values() for plan in plans)
+
+    @property
+    def mains(self) -> tuple[KernelPlan, ...]:
+        """The main kernels of sparse decode."""
+        return self.by_role[OP, "main"]
+
+    @property
+    def combine(self) -> KernelPlan:
+        """The combine of sparse decode."""
+        return self.by_role[OP, "combine"][0]
 
 
 class Kernels:
@@ -96,6 +119,7 @@ class Kernels:
         self._driver = open_driver()
         self._loader = Loader(self._driver, read)
         self._binder = DecodeBinder(spec, self._driver)
+        self._topk_launcher = TopkLauncher(self._driver, self._debug_sync)
         self._devices: dict[int, DeviceKernels] = {}
         self._plans = PlanCache()
         self._lock = threading.RLock()
@@ -132,13 +156,20 @@ class Kernels:
         num_splits: int | None = None,
         device: Device | None = None,
     ) -> str:
-        """Which kernel a call of that shape takes and why: guards of each candidate, partition, workspace."""
+        """Which kernel a call of that shape takes and why: guards of each candidate, partition, workspace.
+
+        A call of topk has batch x s_q rows and `topk` slots in each; it has no splits.
+        """
         self._require_op(op)
         kernels = self._on(self._ordinal(device))
-        shape = self._shape(batch, s_q, self.spec.topk if topk is None else topk)
-        facts, arch = kernels.facts, kernels.combine.variant.arch
-        judged = self._judge(kernels, shape, num_splits)
+        facts, arch = kernels.facts, kernels.arch
         head = f"{op}: {self.spec.name} on device {kernels.ordinal} ({facts.name}, {arch}, {facts.sm_count} SMs)"
+        if op == TOPK_OP:
+            capacity = self.spec.selected_topk
+            wanted = TopkShape(batch * s_q, capacity if topk is None else topk, capacity)
+            return f"{head}\n{explain_call(kernels.by_role[TOPK_OP, 'main'][0], wanted)}"
+        shape = self._shape(batch, s_q, self.spec.topk if topk is None else topk)
+        judged = self._judge(kernels, shape, num_splits)
         combine = next(
             (f"combine: {kernels.combine.slug}" for c in judged if not c.refusals and c.partition.combine_ctas), ""
         )
@@ -235,6 +266,61 @@ class Kernels:
             plan.launch(binding.arguments, call, stream)
         return results
 
+    def topk(
+        self,
+        scores: torch.Tensor,
+        *,
+        k: int,
+        lengths: torch.Tensor | None = None,
+        starts: torch.Tensor | None = None,
+        page_table: torch.Tensor | None = None,
+        page_size: int | None = None,
+        table_of_row: torch.Tensor | None = None,
+        table_starts: torch.Tensor | None = None,
+        candidate_blocks: torch.Tensor | None = None,
+        offsets: torch.Tensor | None = None,
+        drop_neg_inf: bool = False,
+        out: torch.Tensor | None = None,
+        raw: torch.Tensor | None = None,
+        counts: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Indices of the k largest scores of each row, exactly, ascending, then -1, on the current stream.
+
+        - scores: [rows, width] of the spec's dtype, last dim contiguous, rows anywhere
+        - lengths, starts: int32 [rows], the window of each row; indices count from its start. A window is bounded to
+          its row, a negative length is 0; with DSAGEN_CHECK_INDICES windows that leave the row are an error
+        - page_table: int32 [rows, pages], or [tables, pages] with table_of_row; an index becomes
+          page_table[table, table_start + index // page_size] x page_size + index % page_size
+        - page_size (1 by default), table_of_row and table_starts (int32 [rows]) go with page_table
+        - candidate_blocks: int32 [rows, blocks], in place of page_table: a table with pages of 8
+        - offsets: int32 [rows], added to each id
+        - drop_neg_inf: select only what exceeds -inf
+        - out: int32 [rows, k], allocated where not given; raw: int32 [rows, k], gets the indices before any
+          transform; counts: int32 [rows], gets how many were selected
+
+        NaN is the lowest score, -0 equals +0, among equals the lower index wins. Ids that the tables cannot give are
+        -1. Returns out. Raises GuardError for what does not fit, FrozenError when the kernel would have to be loaded
+        during capture or after freeze(), DeviceError when the driver refuses.
+        """
+        self._require_op(TOPK_OP)
+        with_table = table_of_row is not None or table_starts is not None
+        table, tokens = table_and_page_size(page_table, candidate_blocks, page_size, with_table)
+        tensors = TopkTensors(scores, lengths, starts, table, table_of_row, table_starts, offsets, out, raw, counts)
+        options = TopkOptions(require_int("k", k), tokens, drop_neg_inf)
+        arguments = bind(tensors, options, self.spec, self._driver)
+        ordinal = self._driver.ordinal(scores.device)
+        assert ordinal is not None
+        if self._checks_values:
+            self._refuse_capture(ordinal)
+            check_windows(tensors)
+        result = make_output(tensors, k)
+        rows = int(scores.shape[0])
+        if rows:
+            (plan,) = self._on(ordinal).by_role[TOPK_OP, "main"]
+            kernel, stream = self._loader.load(plan, ordinal), self._driver.current_stream(ordinal)
+            self._topk_launcher.launch(kernel, rows, stream, {**arguments, **output_arguments(tensors, result)})
+        return result
+
     def _shared_plan(self, key: PlanKey) -> SparseDecodePlan:
         with self._lock:
             plan = self._plans.get(key)
@@ -246,12 +332,15 @@ class Kernels:
             return plan
 
     def _check_values(self, tensors: DecodeTensors, ordinal: int) -> None:
+        self._refuse_capture(ordinal)
+        check_index_values(tensors)
+
+    def _refuse_capture(self, ordinal: int) -> None:
         if self._driver.is_capturing(ordinal):
             raise GuardError(
                 "[T-13] DSAGEN_CHECK_INDICES: checking waits for the device, which CUDA graph capture does not allow: "
                 "unset it"
             )
-        check_index_values(tensors)
 
     def _require_own(self, plan: SparseDecodePlan) -> None:
         if not isinstance(plan, SparseDecodePlan) or plan.spec is not self.spec:
@@ -277,9 +366,12 @@ class Kernels:
         if found is None:
             facts = self._driver.facts(ordinal)
             row = device_arch(facts, ordinal, self.spec.name, self._archs)
-            cells = [cell for cell in self._matrix.cells if cell.arch == row.name and cell.op == OP]
-            mains, combines = (_plans_of(cells, role) for role in ("main", "combine"))
-            found = self._devices[ordinal] = DeviceKernels(ordinal, facts, mains, combines[0])
+            by_role: dict[tuple[str, str], tuple[KernelPlan, ...]] = {}
+            for cell in self._matrix.cells:
+                if cell.arch == row.name and cell.variant is not None:
+                    plan = family_of_op(cell.op).plan(cell.variant)
+                    by_role[cell.op, cell.role] = (*by_role.get((cell.op, cell.role), ()), plan)
+            found = self._devices[ordinal] = DeviceKernels(ordinal, facts, row.name, by_role)
         return found
 
     def _ordinal(self, device: Device | None) -> int:
@@ -300,7 +392,3 @@ class Kernels:
         if named.type == "cuda" and named.index is None:
             return self._driver.current_device()
         return self._driver.ordinal(named)
-
-
-def _plans_of(cells: Iterable[Cell], role: str) -> tuple[KernelPlan, ...]:
-    return tuple(family_of_op(c.op).plan(c.variant) for c in cells if c.role == role and c.variant is not None)

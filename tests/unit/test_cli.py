@@ -142,6 +142,18 @@ def test_explain_of_a_call_shows_choice_and_splits(capsys):
     assert "chosen: sparse_decode-main-" in out and "workspace: " in out
 
 
+def test_explain_of_a_call_speaks_of_each_op_that_the_spec_has(capsys, tmp_path):
+    spec = tmp_path / "both.yaml"
+    spec.write_text("model: v32\nheads: 16\narchs: [sm_90a, sm_80]\nops: [topk, sparse_decode]\n")
+    code, out, _ = run(capsys, "explain", str(spec), "--batch", "4", "--sms", "132")
+    assert code == 0
+    assert out.count("chosen: sparse_decode-main-") == out.count("chosen: topk-main-") == 2
+    spec.write_text("model: v32\nheads: 16\narchs: [sm_80]\nops: [topk]\n")
+    code, out, _ = run(capsys, "explain", str(spec), "--batch", "4", "--topk", "512")
+    assert code == 0
+    assert out.startswith("both on sm_80\nshape: 4 rows, k 512\n") and "sparse_decode" not in out
+
+
 def test_explain_of_a_call_that_nothing_takes_names_the_guard(capsys):
     code, out, _ = run(capsys, "explain", "v32_h16", "--batch", "4", "--topk", "4096")
     assert code == 0

@@ -38,24 +38,49 @@ PLAN_GUARDS: tuple[Guard, ...] = (
     ),
 )
 
+CAPACITY_GUARD = Guard(
+    "TK-04",
+    "launch",
+    "1 <= k and k <= topk_capacity",
+    "k: {k}, the spec declares a capacity of {topk_capacity}: pass 1..{topk_capacity} or raise `topk` in the spec (of "
+    "`extra_kv` where it has one)",
+)
+ROWS_GUARD = Guard(
+    "TK-05",
+    "launch",
+    "rows <= 2147483647",
+    "scores: {rows} rows exceed 2147483647, and each takes a CTA: pass fewer at a time",
+)
+WIDTH_GUARD = Guard(
+    "TK-06",
+    "launch",
+    "width <= 2147483647",
+    "scores: rows of {width} exceed 2147483647, what int32 indices reach: pass narrower rows",
+)
+PAGE_GUARD = Guard(
+    "TK-07",
+    "launch",
+    "1 <= page_size and page_size <= 1073741824",
+    "page_size: {page_size} is outside 1..1073741824",
+)
+TABLE_GUARD = Guard(
+    "TK-08",
+    "launch",
+    "table_rows <= 2147483647 and table_columns <= 2147483647",
+    "page_table: {table_rows} rows of {table_columns} columns exceed 2147483647: pass a smaller table",
+)
+# Of values on the device; they cost a wait, so only DSAGEN_CHECK_INDICES asks for them.
+WINDOW_GUARD = Guard(
+    "TK-09",
+    "launch",
+    "0 <= start and start <= width and length <= width - start",
+    "window of row {row}: {length} scores from {start} leave the row's {width} ({count} rows do)",
+)
 LAUNCH_GUARDS: tuple[Guard, ...] = (
-    Guard(
-        "TK-04",
-        "launch",
-        "1 <= k and k <= topk_capacity",
-        "k: {k}, the spec declares a capacity of {topk_capacity}: pass 1..{topk_capacity} or raise `topk` in the spec "
-        "(of `extra_kv` where it has one)",
-    ),
-    Guard(
-        "TK-05",
-        "launch",
-        "rows <= 2147483647 and width <= 2147483647",
-        "scores: {rows} rows of {width} exceed 2147483647: indices are int32, and each row takes a CTA",
-    ),
-    Guard(
-        "TK-06",
-        "launch",
-        "1 <= page_size and page_size <= 1073741824",
-        "page_size: {page_size} is outside 1..1073741824",
-    ),
+    CAPACITY_GUARD,
+    ROWS_GUARD,
+    WIDTH_GUARD,
+    PAGE_GUARD,
+    TABLE_GUARD,
+    WINDOW_GUARD,
 )

@@ -1,0 +1,206 @@
+"""The top-k op on torch tensors: what a call must bring, and its launch."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from dsagen.division import page_divisor
+from dsagen.errors import GuardError
+from dsagen.families.topk.guards import PAGE_GUARD, TABLE_GUARD, WIDTH_GUARD, WINDOW_GUARD
+from dsagen.families.topk.op import CANDIDATE_BLOCK, SIZE_GUARDS, TopkShape
+from dsagen.guard import check
+from dsagen.runtime.driver import Driver
+from dsagen.runtime.launch import ArgumentBlock, KernelLaunch, Number
+from dsagen.runtime.loader import LoadedKernel
+from dsagen.runtime.tensors import (
+    TensorRule,
+    require,
+    require_device,
+    require_no_overlap,
+    require_plain,
+    require_separate_elements,
+    span_bytes,
+)
+from dsagen.spec import DeploymentSpec
+
+OP = "topk"
+_OUTPUTS = frozenset({"out", "raw", "counts"})
+_PER_ROW = ("lengths", "starts", "offsets", "table_of_row", "table_starts")
+_TORCH_SCORES = {"fp32": "float32", "bf16": "bfloat16"}
+# Launches kept ready; a serving process has a handful of batch sizes.
+_MAX_LAUNCHES = 64
+
+
+class TopkTensors(NamedTuple):
+    """The tensors of one call; all but scores may be None. `page_table` stands for candidate blocks as well."""
+
+    scores: torch.Tensor
+    lengths: torch.Tensor | None = None
+    starts: torch.Tensor | None = None
+    page_table: torch.Tensor | None = None
+    table_of_row: torch.Tensor | None = None
+    table_starts: torch.Tensor | None = None
+    offsets: torch.Tensor | None = None
+    out: torch.Tensor | None = None
+    raw: torch.Tensor | None = None
+    counts: torch.Tensor | None = None
+
+    def given(self) -> list[tuple[str, Any]]:
+        """Name and tensor of those that the call brings; scores always."""
+        pairs = zip(self._fields, self, strict=True)
+        return [(name, tensor) for name, tensor in pairs if tensor is not None or name == "scores"]
+
+
+class TopkOptions(NamedTuple):
+    """The numbers of one call."""
+
+    k: int
+    page_size: int
+    drop_neg_inf: bool
+
+
+def table_and_page_size(
+    page_table: torch.Tensor | None, candidate_blocks: torch.Tensor | None, page_size: int | None, with_table: bool
+) -> tuple[torch.Tensor | None, int]:
+    """The one table of a call and its page size; candidate blocks are pages of 8, a table row for each row.
+
+    `with_table` says that table_of_row or table_starts is given. GuardError for what does not go together.
+    """
+    if page_table is not None and candidate_blocks is not None:
+        raise GuardError("[T-14] candidate_blocks: given with page_table, and an index goes through one: drop either")
+    if page_table is None and (page_size is not None or with_table):
+        raise GuardError("[T-14] page_size, table_of_row, table_starts: nothing reads them without page_table: pass it")
+    if candidate_blocks is not None:
+        return candidate_blocks, CANDIDATE_BLOCK
+    return page_table, 1 if page_size is None else require_int("page_size", page_size)
+
+
+def require_int(name: str, value: object) -> int:
+    """The value as an int; GuardError for anything else, bool included."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise GuardError(f"[T-12] {name}: expected a whole number, found {type(value).__name__}: pass an int")
+    return value
+
+
+def bind(t: TopkTensors, options: TopkOptions, spec: DeploymentSpec, driver: Driver) -> dict[str, Number]:
+    """The arguments of a call but for the outputs' addresses; GuardError for the first thing that does not fit."""
+    for name, tensor in t.given():
+        require_plain(name, tensor)
+    if driver.ordinal(t.scores.device) is None:
+        raise GuardError(f"[T-03] scores: on {t.scores.device}, expected a CUDA device: move it with scores.to('cuda')")
+    for name, tensor in t.given():
+        require_device(name, tensor, t.scores.device, "scores")
+    assert spec.scores is not None
+    require(TensorRule("scores", (_TORCH_SCORES[spec.scores],), "[rows, width]", (None, None)), t.scores)
+    rows, width = (int(size) for size in t.scores.shape)
+    check(SIZE_GUARDS, TopkShape(rows, options.k, spec.selected_topk).values)
+    check([WIDTH_GUARD], {"width": width})
+    check([PAGE_GUARD], {"page_size": options.page_size})
+    _require_rest(t, rows, options.k)
+    require_no_overlap(_OUTPUTS, t.given(), {name: span_bytes(tensor) for name, tensor in t.given()})
+    multiplier, shift = page_divisor(options.page_size)
+    return {
+        "width": width,
+        "k": options.k,
+        "drops_neg_inf": int(options.drop_neg_inf),
+        "page_size": options.page_size,
+        "page_multiplier": multiplier,
+        "page_shift": shift,
+        "scores": t.scores.data_ptr(),
+        "row_stride": t.scores.stride(0) if rows > 1 else 0,
+        **{name: _address(getattr(t, name)) for name in _PER_ROW},
+        **_table_arguments(t.page_table),
+    }
+
+
+def output_arguments(t: TopkTensors, out: torch.Tensor) -> dict[str, Number]:
+    """Where a call writes."""
+    return {
+        "out": out.data_ptr(),
+        "out_stride": out.stride(0) if out.shape[0] > 1 else 0,
+        "raw": _address(t.raw),
+        "raw_stride": 0 if t.raw is None or t.raw.shape[0] == 1 else t.raw.stride(0),
+        "counts": _address(t.counts),
+    }
+
+
+def make_output(t: TopkTensors, k: int) -> torch.Tensor:
+    """The ids' destination as given, or new: int32 [rows, k]."""
+    if t.out is not None:
+        return t.out
+    return torch.empty((t.scores.shape[0], k), dtype=torch.int32, device=t.scores.device)
+
+
+def check_windows(t: TopkTensors) -> None:
+    """Refuse windows that leave their row; a negative length is an empty window. Waits for the device."""
+    rows, width = t.scores.shape
+    starts = torch.zeros(rows, dtype=torch.int64, device=t.scores.device) if t.starts is None else t.starts.long()
+    lengths = width - starts if t.lengths is None else t.lengths.long()
+    bad = (starts < 0) | (starts > width) | (lengths > width - starts)
+    if bool(bad.any()):
+        row = int(bad.nonzero()[0])
+        values = {"start": int(starts[row]), "length": int(lengths[row]), "width": int(width)}
+        check([WINDOW_GUARD], values, row=row, count=int(bad.sum()))
+
+
+class TopkLauncher:
+    """Launches of the op, kept ready per kernel, device, grid and stream. Safe to use from several threads."""
+
+    def __init__(self, driver: Driver, debug_sync: bool) -> None:
+        self._driver, self._debug_sync = driver, debug_sync
+        self._launches: OrderedDict[tuple[str, int, int, int], KernelLaunch] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def launch(self, kernel: LoadedKernel, rows: int, stream: int, values: Mapping[str, Number]) -> None:
+        """Run the kernel, one CTA a row, on a stream."""
+        key = (kernel.plan.slug, kernel.ordinal, rows, stream)
+        # The lock covers the launch too: until then the arguments lie in the launch's own block.
+        with self._lock:
+            launch = self._launches.get(key)
+            if launch is None:
+                block = ArgumentBlock(kernel.plan)
+                launch = KernelLaunch(self._driver, OP, kernel, rows, stream, block, self._debug_sync)
+                self._launches[key] = launch
+                if len(self._launches) > _MAX_LAUNCHES:
+                    self._launches.popitem(last=False)
+            self._launches.move_to_end(key)
+            launch(values)
+
+
+def _require_rest(t: TopkTensors, rows: int, k: int) -> None:
+    for name in _PER_ROW:
+        tensor = getattr(t, name)
+        if tensor is not None:
+            require(TensorRule(name, ("int32",), "[rows]", (rows,)), tensor)
+    if t.page_table is not None:
+        # A row without a table of its own would read another's.
+        table_rows = rows if t.table_of_row is None else None
+        layout = "[rows, pages]" if t.table_of_row is None else "[tables, pages]"
+        require(TensorRule("page_table", ("int32",), layout, (table_rows, None)), t.page_table)
+        check([TABLE_GUARD], {"table_rows": t.page_table.shape[0], "table_columns": t.page_table.shape[1]})
+    for name, tensor, layout, shape in (
+        ("out", t.out, "[rows, k]", (rows, k)),
+        ("raw", t.raw, "[rows, k]", (rows, k)),
+        ("counts", t.counts, "[rows]", (rows,)),
+    ):
+        if tensor is not None:
+            require(TensorRule(name, ("int32",), layout, shape), tensor)
+            require_separate_elements(name, tensor)
+
+
+def _table_arguments(table: torch.Tensor | None) -> dict[str, Number]:
+    if table is None:
+        return {"page_table": 0, "table_stride": 0, "table_rows": 0, "table_columns": 0}
+    rows, columns = table.shape
+    # An empty table has no address, and a null one would mean that there is none.
+    address = table.data_ptr() or 1
+    return {"page_table": address, "table_stride": table.stride(0), "table_rows": rows, "table_columns": columns}
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()

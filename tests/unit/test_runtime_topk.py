@@ -1,0 +1,261 @@
+"""Top-k through the runtime: the argument block of a call, and every argument that does not fit."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from fake_driver import GOOD, FakeDriver, fake_cubins, unpack
+
+from dsagen.errors import DeviceError, FrozenError, GuardError
+from dsagen.runtime.api import Kernels
+from dsagen.runtime.topk import TopkLauncher
+from dsagen.spec import load_spec
+
+ROWS, WIDTH, K = 3, 500, 64
+SPEC = {"model": "v32", "heads": 16, "archs": ["sm_90a"], "ops": ["topk"]}
+
+
+@pytest.fixture(autouse=True)
+def no_knobs(monkeypatch):
+    for name in ("DSAGEN_DEBUG_SYNC", "DSAGEN_CHECK_INDICES", "DSAGEN_NO_JIT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def make(**changes):
+    driver = FakeDriver(attributes_of=replace(GOOD, registers=60))
+    return driver, Kernels(load_spec({**SPEC, **changes}), open_driver=lambda: driver, read=fake_cubins)
+
+
+@pytest.fixture
+def kernels():
+    return make()[1]
+
+
+def blocks(kernels, driver):
+    plans = {plan.symbol: plan for plan in kernels._on(0).plans}
+    return [unpack(record.block, plans[record.symbol]) for record in driver.launches]
+
+
+def ints(*shape):
+    return torch.zeros(*shape, dtype=torch.int32)
+
+
+def test_block_of_a_plain_call():
+    driver, kernels = make()
+    scores = torch.zeros(ROWS, WIDTH)
+    out = kernels.topk(scores, k=K)
+    (block,) = blocks(kernels, driver)
+    assert block == {
+        **dict.fromkeys(block, 0),
+        "scores": scores.data_ptr(),
+        "row_stride": WIDTH,
+        "width": WIDTH,
+        "k": K,
+        "out": out.data_ptr(),
+        "out_stride": K,
+        "page_size": 1,
+        "page_multiplier": 2**31,
+    }
+    assert (out.shape, out.dtype, out.is_contiguous()) == ((ROWS, K), torch.int32, True)
+    (record,) = driver.launches
+    (plan,) = kernels._on(0).plans
+    assert (record.config.grid, record.config.threads, record.config.smem_bytes) == (ROWS, 1024, plan.smem_bytes)
+    assert not record.config.overlaps_previous
+
+
+def test_block_of_a_call_with_everything():
+    driver, kernels = make(scores="bf16")
+    scores = torch.zeros(ROWS, 2 * WIDTH, dtype=torch.bfloat16)[:, 1 : WIDTH + 1]
+    rows = {name: ints(ROWS) for name in ("lengths", "starts", "offsets", "table_of_row", "table_starts", "counts")}
+    table, out, raw = ints(7, 20)[:, :11], ints(ROWS, K + 5)[:, :K], ints(ROWS, K + 9)[:, 4 : K + 4]
+    result = kernels.topk(scores, k=K, page_table=table, page_size=48, out=out, raw=raw, drop_neg_inf=True, **rows)
+    (block,) = blocks(kernels, driver)
+    multiplier, shift = block.pop("page_multiplier"), block.pop("page_shift")
+    assert all(n * multiplier >> (31 + shift) == n // 48 for n in range(1000))
+    assert block == {
+        "scores": scores.data_ptr(),
+        "row_stride": 2 * WIDTH,
+        "width": WIDTH,
+        "k": K,
+        "drops_neg_inf": 1,
+        "out": out.data_ptr(),
+        "out_stride": K + 5,
+        "raw": raw.data_ptr(),
+        "raw_stride": K + 9,
+        "page_table": table.data_ptr(),
+        "table_stride": 20,
+        "table_rows": 7,
+        "table_columns": 11,
+        "page_size": 48,
+        **{name: tensor.data_ptr() for name, tensor in rows.items()},
+    }
+    assert result is out
+
+
+def test_candidate_blocks_are_pages_of_eight():
+    driver, kernels = make()
+    candidates = ints(ROWS, 63)
+    kernels.topk(torch.zeros(ROWS, WIDTH), k=K, candidate_blocks=candidates)
+    (block,) = blocks(kernels, driver)
+    assert (block["page_table"], block["page_size"], block["table_columns"]) == (candidates.data_ptr(), 8, 63)
+    assert (block["page_multiplier"] * 17) >> (31 + block["page_shift"]) == 2
+
+
+def test_an_empty_table_is_still_a_table():
+    driver, kernels = make()
+    kernels.topk(torch.zeros(ROWS, WIDTH), k=K, page_table=ints(ROWS, 0))
+    (block,) = blocks(kernels, driver)
+    assert block["page_table"] != 0 and block["table_columns"] == 0
+
+
+def test_no_rows_and_no_columns():
+    driver, kernels = make()
+    assert kernels.topk(torch.zeros(0, WIDTH), k=K).shape == (0, K)
+    assert driver.launches == []
+    assert kernels.topk(torch.zeros(ROWS, 0), k=K).shape == (ROWS, K)
+    assert [record.config.grid for record in driver.launches] == [ROWS]
+
+
+def test_the_stride_of_a_single_row_does_not_matter():
+    driver, kernels = make()
+    kernels.topk(torch.zeros(1, WIDTH).as_strided((1, WIDTH), (7, 1)), k=K)
+    assert blocks(kernels, driver)[0]["row_stride"] == 0
+
+
+def test_a_spec_with_both_ops_loads_the_kernels_of_both():
+    driver, kernels = make(ops=["sparse_decode", "topk"])
+    kernels.topk(torch.zeros(ROWS, WIDTH), k=K)
+    assert driver.loads == [kernels._on(0).by_role["topk", "main"][0].symbol]
+    assert len(kernels._on(0).plans) == 3
+
+
+def test_each_op_needs_to_be_declared(kernels):
+    with pytest.raises(GuardError, match=r"^\[T-11\] sparse_decode: the spec v32_h16 declares ops topk: add it there"):
+        kernels.plan_sparse_decode(1, 1, 64)
+    decode = Kernels(load_spec("v32_h16"), open_driver=FakeDriver, read=fake_cubins)
+    with pytest.raises(GuardError, match=r"^\[T-11\] topk: the spec v32_h16 declares ops sparse_decode"):
+        decode.topk(torch.zeros(ROWS, WIDTH), k=K)
+
+
+def test_the_capacity_is_that_of_the_cache_that_is_selected_from():
+    _, kernels = make(topk=100)
+    kernels.topk(torch.zeros(ROWS, WIDTH), k=100)
+    with pytest.raises(GuardError, match=r"^\[TK-04\] k: 101, the spec declares a capacity of 100: pass 1\.\.100 or"):
+        kernels.topk(torch.zeros(ROWS, WIDTH), k=101)
+    _, kernels = make(model="v4", ops=["topk"])
+    kernels.topk(torch.zeros(ROWS, WIDTH), k=1024)
+
+
+WRONG = [
+    ({"k": 0}, "[TK-04] k: 0, the spec declares"),
+    ({"k": 2049}, "[TK-04] k: 2049, the spec declares"),
+    ({"k": 64.0}, "[T-12] k: expected a whole number, found float"),
+    ({"k": True}, "[T-12] k: expected a whole number, found bool"),
+    ({"scores": [1.0]}, "[T-01] scores: expected a torch.Tensor, found list"),
+    ({"scores": torch.zeros(ROWS, WIDTH, requires_grad=True)}, "[T-02] scores: requires grad"),
+    ({"scores": torch.zeros(ROWS, WIDTH, device="meta")}, "[T-03] scores: on meta, expected a CUDA device"),
+    ({"scores": torch.zeros(ROWS, WIDTH).bfloat16()}, "[T-04] scores: dtype bfloat16, expected float32 for [rows, w"),
+    ({"scores": torch.zeros(WIDTH)}, "[T-05] scores: 1 dims (500,), expected 2: [rows, width]"),
+    ({"scores": torch.zeros(WIDTH, ROWS).T}, "[T-07] scores: last dim has stride 3, expected 1"),
+    ({"lengths": torch.zeros(ROWS, dtype=torch.int64)}, "[T-04] lengths: dtype int64, expected int32 for [rows]"),
+    ({"lengths": ints(ROWS, 1)}, "[T-05] lengths: 2 dims (3, 1), expected 1: [rows] = (3,)"),
+    ({"lengths": ints(ROWS + 1)}, "[T-06] lengths: shape (4,), expected [rows] = (3,)"),
+    ({"lengths": ints(ROWS * 2)[::2]}, "[T-07] lengths: last dim has stride 2"),
+    ({"lengths": ints(ROWS).to("meta")}, "[T-03] lengths: on meta, scores is on cpu"),
+    ({"starts": ints(1)}, "[T-06] starts: shape (1,)"),
+    ({"offsets": ints(1)}, "[T-06] offsets: shape (1,)"),
+    ({"page_table": ints(ROWS + 1, 9)}, "[T-06] page_table: shape (4, 9), expected [rows, pages] = (3, *)"),
+    ({"page_table": ints(9, ROWS).T}, "[T-07] page_table: last dim has stride 3"),
+    ({"page_table": ints(4, 9), "table_of_row": ints(2)}, "[T-06] table_of_row: shape (2,)"),
+    ({"page_table": ints(ROWS, 9), "table_starts": ints(2)}, "[T-06] table_starts: shape (2,)"),
+    ({"page_table": ints(ROWS, 9), "page_size": 0}, "[TK-07] page_size: 0 is outside 1..1073741824"),
+    ({"page_table": ints(ROWS, 9), "page_size": 2**30 + 1}, "[TK-07] page_size: 1073741825 is outside"),
+    ({"page_table": ints(ROWS, 9), "page_size": "64"}, "[T-12] page_size: expected a whole number, found str"),
+    ({"page_table": ints(ROWS, 9), "candidate_blocks": ints(ROWS, 9)}, "[T-14] candidate_blocks: given with page_tab"),
+    ({"page_size": 64}, "[T-14] page_size, table_of_row, table_starts: nothing reads them without page_table"),
+    ({"table_of_row": ints(ROWS)}, "[T-14] page_size, table_of_row, table_starts: nothing reads"),
+    ({"candidate_blocks": ints(ROWS, 9), "page_size": 8}, "[T-14] page_size"),
+    ({"out": ints(ROWS, K + 1)}, "[T-06] out: shape (3, 65), expected [rows, k] = (3, 64)"),
+    ({"out": torch.zeros(ROWS, K, dtype=torch.int64)}, "[T-04] out: dtype int64, expected int32"),
+    ({"out": ints(1, K).expand(ROWS, K)}, "[T-08] out: strides (0, 1) of shape (3, 64) let elements share memory"),
+    ({"raw": ints(ROWS, K - 1)}, "[T-06] raw: shape (3, 63)"),
+    ({"counts": ints(ROWS, 1)}, "[T-05] counts: 2 dims"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG, ids=[message[:40] for _, message in WRONG])
+def test_what_does_not_fit_is_named(kernels, changes, message):
+    arguments = {"scores": torch.zeros(ROWS, WIDTH), "k": K, **changes}
+    with pytest.raises(GuardError) as caught:
+        kernels.topk(arguments.pop("scores"), **arguments)
+    assert str(caught.value).startswith(message)
+
+
+def test_outputs_share_no_memory_with_anything(kernels):
+    both = ints(ROWS, 2 * K)
+    with pytest.raises(GuardError, match=r"\[T-08\] out: its memory overlaps that of raw"):
+        kernels.topk(torch.zeros(ROWS, WIDTH), k=K, out=both[:, :K], raw=both[:, K:])
+    lengths = ints(ROWS)
+    with pytest.raises(GuardError, match=r"\[T-08\] counts: its memory overlaps that of lengths"):
+        kernels.topk(torch.zeros(ROWS, WIDTH), k=K, lengths=lengths, counts=lengths)
+
+
+def test_windows_are_checked_when_asked_for(monkeypatch):
+    monkeypatch.setenv("DSAGEN_CHECK_INDICES", "1")
+    driver, kernels = make()
+    scores, lengths = torch.zeros(ROWS, WIDTH), torch.tensor([WIDTH, -5, 0], dtype=torch.int32)
+    kernels.topk(scores, k=K, lengths=lengths)
+    kernels.topk(scores, k=K, starts=torch.tensor([0, WIDTH, 3], dtype=torch.int32))
+    starts = torch.tensor([0, 4, 3], dtype=torch.int32)
+    text = r"^\[TK-09\] window of row 1: 497 scores from 4 leave the row's 500 \(1 rows do\)"
+    with pytest.raises(GuardError, match=text):
+        kernels.topk(scores, k=K, lengths=torch.full((ROWS,), 497, dtype=torch.int32), starts=starts)
+    with pytest.raises(GuardError, match=r"^\[TK-09\] window of row 2: "):
+        kernels.topk(scores, k=K, lengths=lengths, starts=torch.tensor([0, 0, -1], dtype=torch.int32))
+    driver.capturing = True
+    with pytest.raises(GuardError, match=r"^\[T-13\] DSAGEN_CHECK_INDICES"):
+        kernels.topk(scores, k=K)
+
+
+def test_capture_needs_a_loaded_kernel():
+    driver, kernels = make()
+    driver.capturing = True
+    with pytest.raises(FrozenError, match="during CUDA graph capture is not possible"):
+        kernels.topk(torch.zeros(ROWS, WIDTH), k=K)
+    driver.capturing = False
+    kernels.prepare()
+    kernels.freeze()
+    driver.capturing = True
+    kernels.topk(torch.zeros(ROWS, WIDTH), k=K)
+    assert len(driver.launches) == 1
+
+
+def test_each_grid_and_stream_has_a_launch_of_its_own_and_old_ones_go():
+    driver, kernels = make()
+    for rows in (1, 2, 1):
+        kernels.topk(torch.zeros(rows, WIDTH), k=K)
+    driver.stream = 7
+    kernels.topk(torch.zeros(1, WIDTH), k=K)
+    assert [(r.config.grid, r.config.stream) for r in driver.launches] == [(1, 0), (2, 0), (1, 0), (1, 7)]
+    launcher = kernels._topk_launcher
+    assert isinstance(launcher, TopkLauncher)
+    for rows in range(1, 100):
+        kernels.topk(torch.zeros(rows, 1), k=1)
+    assert len(launcher._launches) == 64
+
+
+def test_a_failing_launch_names_op_kernel_and_arguments():
+    driver, kernels = make()
+    driver.launch_error = "CUDA_ERROR_LAUNCH_FAILED"
+    with pytest.raises(DeviceError, match=r"^topk: topk-main-row_select-sm_90a-.* failed on device 0: .* k=64, "):
+        kernels.topk(torch.zeros(ROWS, WIDTH), k=K)
+
+
+def test_explain_says_what_is_checked(kernels):
+    text = kernels.explain("topk", batch=128, topk=512)
+    assert text.startswith("topk: v32_h16 on device 0 (fake H200, sm_90a, 132 SMs)\nshape: 128 rows, k 512\n")
+    assert "[TK-04] 1 <= k and k <= topk_capacity  k=512  topk_capacity=2048  holds" in text
+    assert "[TK-07] 1 <= page_size and page_size <= 1073741824" in text
+    assert text.endswith("grid: 128 CTAs, one a row\nworkspace: 0 B")
+    assert "refuses: k: 4096" in kernels.explain("topk", batch=1, topk=4096)
+    assert kernels.explain("topk", batch=1, topk=4096).endswith("chosen: none")
