@@ -19,9 +19,9 @@ from dsagen.bench.figures import CaseKey, DecodeFigures, PeerFigure, case_key, f
 from dsagen.bench.peers import PEERS, DecodeCall, Peer
 from dsagen.bench.timing import eager_cost_us, graph_time_us, input_sets_for
 from dsagen.check.compare import Gates, compare_decode
-from dsagen.errors import CheckFailed, DeviceError
+from dsagen.errors import CheckFailed, DeviceError, SpecError
 from dsagen.families.sparse_decode.reference import DecodeReference, sparse_decode_reference
-from dsagen.runtime.sparse_decode import SparseDecodePlan
+from dsagen.runtime.sparse_decode import OP, SparseDecodePlan
 from dsagen.spec import DeploymentSpec
 
 # Query tokens of a case that are compared with the reference before it is timed.
@@ -65,8 +65,14 @@ def run_sweep(
     """Measure every case of the specs on the current device.
 
     `records` maps a case's key to the GPU time of its last record. Raises DeviceError without a device that the
-    specs declare, CheckFailed when an output is wrong. A peer that is missing, refuses or is wrong becomes a note.
+    specs declare, SpecError for a spec without the op, CheckFailed when an output is wrong. A peer that is missing,
+    refuses or is wrong becomes a note.
     """
+    for spec in specs:
+        if OP not in spec.ops:
+            raise SpecError(
+                f"{spec.name}: bench measures {OP}, and the spec's ops are {', '.join(spec.ops)}: leave it out"
+            )
     figures: list[DecodeFigures] = []
     pool: KvPool | None = None
     pool_format = ""

@@ -11,6 +11,7 @@ from dsagen.check.cache import allocate_cache, natural_rule, quantise_rows, writ
 from dsagen.check.report import CaseResult
 from dsagen.errors import DsagenError
 from dsagen.families.sparse_decode.reference import combine_reference, read_tokens, sparse_decode_reference
+from dsagen.families.topk.reference import topk_reference
 from dsagen.kv_format import KvFormat
 from dsagen.matrix import expand
 from dsagen.render import render
@@ -20,12 +21,13 @@ _PAGE_SIZE, _PAGES = 5, 4
 
 
 def host_proofs(spec: DeploymentSpec, seed: int) -> tuple[CaseResult, ...]:
-    """Run every proof; a result's `problem` says what does not hold."""
-    proofs: tuple[tuple[str, Callable[[DeploymentSpec, int], str]], ...] = (
-        ("host.every cell renders", _renders),
-        ("host.bytes follow the format record", _bytes_agree),
-        ("host.splits merge to the whole", _splits_merge),
-    )
+    """Run every proof of the spec's ops; a result's `problem` says what does not hold."""
+    proofs: list[tuple[str, Callable[[DeploymentSpec, int], str]]] = [("host.every cell renders", _renders)]
+    if "sparse_decode" in spec.ops:
+        proofs.append(("host.bytes follow the format record", _bytes_agree))
+        proofs.append(("host.splits merge to the whole", _splits_merge))
+    if "topk" in spec.ops:
+        proofs.append(("host.selections are those of sorted lists", _selections_sort))
     return tuple(_run(name, proof, spec, seed) for name, proof in proofs)
 
 
@@ -80,6 +82,25 @@ def _splits_merge(spec: DeploymentSpec, seed: int) -> str:
     )
     error = max(float((out - whole.out).abs().max()), float((lse - whole.lse).abs().max()))
     return "" if error < 1e-10 else f"merged splits differ from the whole by {error:.3g}"
+
+
+def _selections_sort(_: DeploymentSpec, seed: int) -> str:
+    """Top-k's reference against Python's sort of (class, -value, index)."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.tensor([0.0, -0.0, 1.0, -1.0, torch.inf, -torch.inf, torch.nan])
+    scores = values[torch.randint(0, len(values), (40, 19), generator=generator)]
+    lengths = torch.randint(-2, 22, (40,), generator=generator)
+    starts = torch.randint(0, 12, (40,), generator=generator)
+    for drops in (False, True):
+        found, counts = topk_reference(scores, 7, lengths=lengths, starts=starts, drop_neg_inf=drops)
+        for row, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
+            window = scores[row].tolist()[start : start + max(length, 0)]
+            ranked = sorted((value != value, -value if value == value else 0.0, i) for i, value in enumerate(window))
+            kept = [i for nan, negated, i in ranked if not (drops and (nan or negated == float("inf")))]
+            want = sorted(kept[:7])
+            if found[row].tolist() != want + [-1] * (7 - len(want)) or int(counts[row]) != len(want):
+                return f"row {row}: {found[row].tolist()} selected, {want} by sorting"
+    return ""
 
 
 def _small_cache(record: KvFormat, seed: int) -> tuple[dict[str, torch.Tensor], int]:

@@ -30,7 +30,7 @@ def record_report(
     driver = driver_version()
     rows = []
     for plan in expand(spec, (arch,)).plans():
-        unit = render(plan)
+        unit, own = render(plan), report.of_op(plan.variant.family)
         entry = store.lookup(unit)
         if entry is None:
             raise StoreError(f"{unit.slug}: not in the store, so what compiled it cannot be recorded")
@@ -44,10 +44,10 @@ def record_report(
                 driver=driver,
                 tier=report.tier,
                 seed=report.seed,
-                passed=report.count("passed"),
-                failed=report.count("failed"),
-                not_run=report.count("not_run"),
-                worst=report.worst(),
+                passed=own.count("passed"),
+                failed=own.count("failed"),
+                not_run=own.count("not_run"),
+                worst=own.worst(),
             )
         )
     return record(rows, file, store)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from rich.console import Console
@@ -28,6 +28,7 @@ class CaseResult:
     lse_abs: float = 0.0
     lse_rel: float = 0.0
     problem: str = ""
+    op: str = "sparse_decode"
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,10 @@ class CheckReport:
     no_device: str
     results: tuple[CaseResult, ...]
     host_results: tuple[CaseResult, ...]
+
+    def of_op(self, op: str) -> CheckReport:
+        """The report with the device cases of one op: what they prove, they prove of its kernels only."""
+        return replace(self, results=tuple(result for result in self.results if result.op == op))
 
     def count(self, status: Status) -> int:
         """Device cases with that status."""

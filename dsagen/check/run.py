@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,11 @@ from dsagen.arch import arch as arch_row
 from dsagen.arch import arch_for_capability
 from dsagen.check.cases import DecodeCase, Probe, Tier, decode_cases
 from dsagen.check.host import host_proofs
-from dsagen.check.probes import CaseRun, DecodeKernels, NotRunError, WrongResultError
+from dsagen.check.probes import CaseRun, NotRunError, WrongResultError
 from dsagen.check.recording import record_report
 from dsagen.check.report import CaseResult, CheckReport
+from dsagen.check.topk_cases import MOST_SLOTS, TopkCase, topk_cases
+from dsagen.check.topk_run import TopkKernels, TopkRun
 from dsagen.dtype import E4M3
 from dsagen.errors import DeviceError, DsagenError, KnobError, SpecError
 from dsagen.matrix import expand
@@ -32,9 +34,11 @@ from dsagen.runtime.api import load
 from dsagen.spec import DeploymentSpec, load_spec
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | DeploymentSpec
-Load = Callable[..., DecodeKernels]
+Case = DecodeCase | TopkCase
+# What the runtime gives has both ops; a model of one in a test has one.
+Load = Callable[..., Any]
 
-OP = "sparse_decode"
+OP, TOPK_OP = "sparse_decode", "topk"
 
 
 @dataclass
@@ -44,10 +48,12 @@ class KernelCache:
     spec: DeploymentSpec
     device: torch.device
     load: Load
-    _loaded: dict[tuple[int, str, str], DecodeKernels] = field(default_factory=dict)
+    _loaded: dict[tuple[int, str, str], Any] = field(default_factory=dict)
 
-    def __call__(self, case: DecodeCase) -> DecodeKernels:
+    def __call__(self, case: Case) -> Any:
         """The kernels for a case: its capacity, lse convention and determinism, else the spec's own."""
+        if isinstance(case, TopkCase):
+            return self._for_topk()
         base, empty = case.lse or (self.spec.lse.base, self.spec.lse.empty)
         determinism = "batch_invariant" if case.probe is Probe.BATCH_INVARIANT else self.spec.determinism
         topk = max(self.spec.topk, case.topk)
@@ -56,6 +62,15 @@ class KernelCache:
             spec = self.spec.replace(topk=topk, lse={"base": base, "empty": empty}, determinism=determinism)
             self._loaded[key] = self.load(spec, device=self.device)
         return self._loaded[key]
+
+    def _for_topk(self) -> TopkKernels:
+        """Kernels of top-k alone, with room for the slots of every case."""
+        key = (0, TOPK_OP, "")
+        if key not in self._loaded:
+            spec = self.spec.replace(ops=[TOPK_OP], extra_kv="none", topk=MOST_SLOTS)
+            self._loaded[key] = self.load(spec, device=self.device)
+        kernels: TopkKernels = self._loaded[key]
+        return kernels
 
 
 def run_check(
@@ -87,7 +102,7 @@ def run_check(
     problem = device_problem(spec, device)
     if problem:
         cases = cases_of(spec, spec.archs[0], tier, only)
-        skipped = tuple(CaseResult(case.name, "not_run", problem=problem) for case in cases)
+        skipped = tuple(_not_run(case, problem) for case in cases)
         return CheckReport(spec.name, tier, seed, None, problem, skipped, host)
     chosen = _cuda_device(device)
     with torch.cuda.device(chosen):
@@ -95,7 +110,8 @@ def run_check(
         arch = arch_for_capability(*torch.cuda.get_device_capability(chosen)).name
         cases = cases_of(spec, arch, tier, only)
         # Loading compiles what is missing; a build error is the caller's, no case's.
-        kernels(DecodeCase("", 1, 1, 1, 1, 1))
+        for op in spec.ops:
+            kernels(DecodeCase("", 1, 1, 1, 1, 1) if op == OP else TopkCase("", 1, 1, 1))
         results = run_cases(cases, kernels, chosen, seed, console)
         report = CheckReport(spec.name, tier, seed, torch.cuda.get_device_name(chosen), "", results, host)
         if record and only is None:
@@ -104,8 +120,8 @@ def run_check(
 
 
 def run_cases(
-    cases: Sequence[DecodeCase],
-    kernels: Callable[[DecodeCase], DecodeKernels],
+    cases: Sequence[Case],
+    kernels: Callable[[Any], Any],
     device: torch.device,
     seed: int,
     console: Console | None = None,
@@ -116,20 +132,33 @@ def run_cases(
     with _progress(console, len(cases)) as advance:
         for case in cases:
             if fault:
-                results.append(CaseResult(case.name, "not_run", problem=fault))
+                results.append(_not_run(case, fault))
                 continue
             advance(case.name)
-            result, faulted = run_case(CaseRun(case, kernels, device, seed))
+            kind = TopkRun if isinstance(case, TopkCase) else CaseRun
+            result, faulted = run_case(kind(case, kernels, device, seed))  # type: ignore[arg-type]
             results.append(result)
             if faulted:
                 fault = f"the device faulted in {case.name}"
     return tuple(results)
 
 
-def run_case(run: CaseRun) -> tuple[CaseResult, bool]:
+def _not_run(case: Case, why: str) -> CaseResult:
+    return CaseResult(case.name, "not_run", problem=why, op=TOPK_OP if isinstance(case, TopkCase) else OP)
+
+
+def run_case(run: CaseRun | TopkRun) -> tuple[CaseResult, bool]:
     """(result, whether the device is now unusable)."""
+    result, faulted = _run_case(run)
+    return replace(result, op=TOPK_OP if isinstance(run, TopkRun) else OP), faulted
+
+
+def _run_case(run: CaseRun | TopkRun) -> tuple[CaseResult, bool]:
     name, start = run.case.name, time.perf_counter()
     try:
+        if isinstance(run, TopkRun):
+            run.run()  # there are no errors to report: what is not equal raises
+            return CaseResult(name, "passed", time.perf_counter() - start), False
         comparison = run.run()
     except NotRunError as reason:
         return CaseResult(name, "not_run", problem=str(reason)), False
@@ -157,15 +186,13 @@ def run_case(run: CaseRun) -> tuple[CaseResult, bool]:
     ), False
 
 
-def cases_of(spec: DeploymentSpec, arch: str, tier: Tier, only: str | None = None) -> tuple[DecodeCase, ...]:
-    """The cases for a spec's kernel on an arch; SpecError when `only` matches none or the spec has no checked op."""
+def cases_of(spec: DeploymentSpec, arch: str, tier: Tier, only: str | None = None) -> tuple[Case, ...]:
+    """The cases for a spec's kernels on an arch, op by op; SpecError when `only` matches none."""
     matrix = expand(spec, (arch,))
     matrix.require_complete()
-    main = main_plan(matrix.plans())
-    record = spec.kv_format
-    # Without a conversion instruction e4m3 codes are shifted into place, and code 0x7F reads as 480.
-    keeps_nan = arch_row(arch).has_e4m3_cvt or record.segment("values").element is not E4M3
-    cases = decode_cases(tier, main.constant("kTileTokens"), record.record_bytes, keeps_nan)
+    cases: tuple[Case, ...] = ()
+    for op in spec.ops:
+        cases += topk_cases(tier) if op == TOPK_OP else _decode_cases(spec, main_plan(matrix.plans()), arch, tier)
     if only is None:
         return cases
     chosen = tuple(case for case in cases if fnmatch.fnmatchcase(case.name, only))
@@ -175,8 +202,15 @@ def cases_of(spec: DeploymentSpec, arch: str, tier: Tier, only: str | None = Non
     return chosen
 
 
+def _decode_cases(spec: DeploymentSpec, main: KernelPlan, arch: str, tier: Tier) -> tuple[DecodeCase, ...]:
+    record = spec.kv_format
+    # Without a conversion instruction e4m3 codes are shifted into place, and code 0x7F reads as 480.
+    keeps_nan = arch_row(arch).has_e4m3_cvt or record.segment("values").element is not E4M3
+    return decode_cases(tier, main.constant("kTileTokens"), record.record_bytes, keeps_nan)
+
+
 def main_plan(plans: Sequence[KernelPlan]) -> KernelPlan:
-    """The main kernel among a spec's plans."""
+    """The main kernel of sparse decode among a spec's plans."""
     return next(plan for plan in plans if plan.variant.family == OP and plan.variant.kernel == "main")
 
 

@@ -181,3 +181,8 @@ def test_a_wrong_peer_is_not_timed(sweep):
     (found,), _ = sweep(peers=(StandInPeer(error=1.2),))
     assert found.peers[0].gpu_us is None
     assert found.peers[0].note.startswith("wrong: out: ")
+
+
+def test_a_spec_without_the_op_is_refused():
+    with pytest.raises(SpecError, match=r"^v32_topk_h128: bench measures sparse_decode, and the spec's ops are topk: "):
+        run.run_sweep([load_spec("v32_topk_h128")])
