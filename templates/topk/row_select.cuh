@@ -95,10 +95,14 @@ struct RowSelect {
     ptx::shared_add(histogram + 4 * (key >> (t.shift - bits) & ((1u << bits) - 1)), 1);
   }
 
+  // A shared address that stays in a register: nvcc 13.0 works others out anew at each use, here for each key, from a
+  // special register.
+  static DSA_DEVICE u32 held_address(const void* object) { return ptx::shuffle(ptx::shared_address(object), 0); }
+
   // Counts the next digit of the row's keys under the prefix (of all keys at first), and keeps the keys if asked to.
   template <bool kFirst, bool kKeep>
   static DSA_DEVICE void sweep(const Row& scores, const Threshold& t, int bits, S& shared) {
-    const u32 histogram = ptx::shared_address(&shared.histogram[0]), thread = static_cast<u32>(ptx::thread_index());
+    const u32 histogram = held_address(&shared.histogram[0]), thread = static_cast<u32>(ptx::thread_index());
     const u32 vectors = scores.vectors();
 #pragma unroll 1
     for (u32 begin = 0; begin < vectors; begin += kInFlight * kThreads) {

@@ -5,11 +5,12 @@
 
 namespace topk {
 
+// Selections, no branches: every element of every sweep comes here.
 DSA_DEVICE u32 ordered_key(u32 fp32_bits, bool drops_neg_inf) {
-  const u32 magnitude = fp32_bits & 0x7fffffffu;
-  if (magnitude > 0x7f800000u || (drops_neg_inf && fp32_bits == 0xff800000u)) return 0;
-  if (magnitude == 0) return 0x80000000u;
-  return fp32_bits >> 31 != 0 ? ~fp32_bits : fp32_bits | 0x80000000u;
+  const u32 flipped = fp32_bits ^ (static_cast<u32>(static_cast<i32>(fp32_bits) >> 31) | 0x80000000u);
+  const u32 key = fp32_bits == 0x80000000u ? 0x80000000u : flipped;
+  const bool lowest = (fp32_bits & 0x7fffffffu) > 0x7f800000u | (drops_neg_inf & (fp32_bits == 0xff800000u));
+  return lowest ? 0 : key;
 }
 
 struct Fp32Score {
