@@ -59,7 +59,11 @@ def select(specs: Iterable[str], archs: Iterable[str]) -> list[Selection]:
     from dsagen.matrix import expand
     from dsagen.spec import load_spec
 
-    wanted = tuple(word for text in archs for word in text.split(",") if word.strip()) or knobs.ARCH_LIST.get() or None
+    named = tuple(archs)
+    words = tuple(word for text in named for word in text.split(","))
+    if not all(word.strip() for word in words):
+        raise SpecError(f"--arch {','.join(named)!r}: an element is empty; expected a list such as sm_90a,sm_100a")
+    wanted = words or knobs.ARCH_LIST.get() or None
     selections: dict[str, Selection] = {}
     for source in specs:
         spec = load_spec(source)
