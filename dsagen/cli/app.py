@@ -14,11 +14,9 @@ from importlib import metadata
 
 import click
 
-from dsagen.cli import building, doctor, explaining, listing, proving
+from dsagen.cli import INTERRUPTED, building, doctor, explaining, listing, proving
 from dsagen.errors import DsagenError, SpecError
 from dsagen.log import configure_logging
-
-INTERRUPTED = 130
 
 EXIT_CODES = """Exit codes: 0 success, 2 bad input, 3 failed build, 4 failed check, 5 no usable device,
 130 interrupted, 1 anything else."""
@@ -80,7 +78,7 @@ for _command in (
     cli.add_command(_command)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def run(arguments: Sequence[str] | None = None) -> int:
     """Run the command line on `arguments` (of the process by default); the exit code."""
     try:
         return _run(arguments)

@@ -71,6 +71,12 @@ def test_a_current_folder_that_is_gone(tmp_path, command):
     assert done.stderr.startswith("error: the current folder cannot be used (No such file or directory)")
 
 
+def test_an_interrupt_while_modules_load_is_one_too(tmp_path):
+    (tmp_path / "click.py").write_text("raise KeyboardInterrupt\n")
+    done = shell("$DSAGEN list", PYTHONPATH=f"{tmp_path}:{ROOT}")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "error: interrupted\n")
+
+
 @pytest.mark.parametrize("text", ["", ",", "sm_90a,", " "])
 def test_an_empty_arch_is_not_all_of_them(capsys, text):
     assert main(["list", "v32_h16", "--arch", text]) == 2

@@ -4,6 +4,9 @@ import hashlib
 import json
 import os
 import shutil
+import signal
+import threading
+import time
 from collections import namedtuple
 from pathlib import Path
 
@@ -12,7 +15,9 @@ from fake_toolchain import FakeUnit, bare_path, write_toolchain
 
 from dsagen import knobs
 from dsagen.build import Store, build_units, builder, toolchain, write_generated
+from dsagen.build import compile as compile_module
 from dsagen.build.entry import CUBIN, MARKER, REPORT
+from dsagen.build.progress import QuietProgress
 from dsagen.build.store import EntryLock
 from dsagen.errors import BuildError, StoreError
 
@@ -108,6 +113,37 @@ def test_a_silent_failure_on_a_full_disk_says_so(monkeypatch, tmp_path):
     with pytest.raises(BuildError, match="hint: the disk of the store is full"):
         build()
     assert "disk" not in str(roomy.value)
+
+
+def test_compilers_that_hang_on_the_signal_are_killed(monkeypatch, tmp_path):
+    kit = tmp_path / "deaf"
+    # A child that outlives its shell, as nvcc's do, and hears neither of ninja's signals.
+    deaf = f"trap '' INT TERM; sh -c 'echo $$ > {kit}/pid; while :; do sleep 1; done'"
+    monkeypatch.setenv("DSAGEN_NVCC", str(write_toolchain(kit, before_nvcc=deaf)))
+    monkeypatch.setattr(compile_module, "_STOP_TIMEOUT_S", 0.5)
+
+    class Leaves(QuietProgress):
+        def begin(self, kernels, jobs):
+            self.timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGALRM))
+            self.timer.start()
+
+    def leave(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, leave)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            build_units([UNIT], Store.open(), progress=Leaves())
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    compiler = Path("/proc") / (kit / "pid").read_text().strip() / "stat"
+    for _ in range(100):
+        if not compiler.exists() or ") Z " in compiler.read_text():
+            break
+        time.sleep(0.05)
+    else:
+        pytest.fail(f"{compiler.parent} still runs")
+    assert list((tmp_path / "store" / "v1" / ".work").iterdir()) == []
 
 
 def test_a_lock_that_is_a_folder_is_an_error_of_the_store(tmp_path):
