@@ -69,6 +69,10 @@ def resolve_spec_path(path: str | Path) -> Path:
             return given
         if given.is_dir():
             raise SpecError(f"spec {shown}: is a folder; give one of its files")
+        if given.exists():
+            refusal = "is no regular file"
+        elif given.is_symlink():
+            refusal = "is a link to nothing"
     except OSError as error:  # a folder that may not be searched, a name that is too long
         refusal = f"cannot be read: {error.strerror}"
     stem = given.stem if given.suffix in SPEC_SUFFIXES else given.name

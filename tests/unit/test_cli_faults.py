@@ -1,5 +1,6 @@
 """Streams, folders and options that are not as a command expects: an error line and an exit code, no traceback."""
 
+import logging
 import os
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from dsagen.cli import main
+from dsagen.log import configure_logging
 
 ROOT = Path(__file__).resolve().parents[2]
 needs_dev_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
@@ -85,6 +87,43 @@ def test_an_empty_arch_is_not_all_of_them(capsys, text):
         "",
         f"error: --arch {text!r}: an element is empty; expected a list such as sm_90a,sm_100a\n",
     )
+
+
+def test_one_document_on_standard_output(capsys, monkeypatch):
+    assert main(["list", "v32_h16", "--markdown", "--json"]) == 2
+    assert capsys.readouterr() == ("", "error: list prints --markdown or --json, not both: leave one out\n")
+    monkeypatch.setenv("DSAGEN_LOG_DEST", "stdout")
+    assert main(["list", "v32_h16", "--json"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: DSAGEN_LOG_DEST='stdout': with --json only the document goes there")
+
+
+@needs_dev_full
+def test_a_log_on_a_full_disk_is_told_once():
+    done = shell("$DSAGEN -vv list v32_h16; $DSAGEN -vv explain v32_h16 > /dev/null", DSAGEN_LOG_DEST="/dev/full")
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr and "Logging error" not in done.stderr
+
+
+@needs_dev_full
+def test_every_line_after_the_first_lost_one_is_silent(capsys, monkeypatch):
+    monkeypatch.setenv("DSAGEN_LOG_DEST", "/dev/full")
+    configure_logging(2)
+    try:
+        logging.getLogger("dsagen").info("one")
+        logging.getLogger("dsagen").info("two")
+    finally:
+        monkeypatch.delenv("DSAGEN_LOG_DEST")
+        configure_logging()
+    assert capsys.readouterr().err == "dsagen: DSAGEN_LOG_DEST='/dev/full': No space left on device\n"
+
+
+def test_a_log_into_a_pipe_is_not_waited_for(capsys, monkeypatch, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    monkeypatch.setenv("DSAGEN_LOG_DEST", str(tmp_path / "pipe"))
+    assert main(["list", "v32_h16"]) == 2
+    assert "cannot be written (a pipe, whose reader would be waited for)" in capsys.readouterr().err
 
 
 def test_a_seed_that_no_generator_takes(capsys):

@@ -1,5 +1,6 @@
 """Values, escapes and paths that no spec has: each ends in a SpecError that says which, and never in another error."""
 
+import os
 import pickle
 from pathlib import Path
 
@@ -98,11 +99,19 @@ def test_an_arch_that_is_no_text_names_the_row_it_stands_for(value, meant):
     assert str(caught.value).startswith(f"unknown arch {value!r}{hint}: known are sm_80")
 
 
-def test_paths_that_the_system_refuses(monkeypatch):
+def test_paths_that_the_system_refuses(monkeypatch, tmp_path):
     with pytest.raises(SpecError, match="cannot be read: File name too long"):
         load_spec("a" * 5000)
     with pytest.raises(SpecError, match=r"spec 'a\\nb\\x1b\[31m': no such file"):
         load_spec("a\nb\x1b[31m")
+
+    os.mkfifo(tmp_path / "pipe.yaml")
+    with pytest.raises(SpecError, match=r"pipe\.yaml: is no regular file; shipped"):
+        load_spec(tmp_path / "pipe.yaml")
+    for name in ("loop.yaml", "dangling.yaml"):
+        (tmp_path / name).symlink_to("loop.yaml" if name == "loop.yaml" else "nothing")
+        with pytest.raises(SpecError, match=f"{name}: is a link to nothing; shipped"):
+            load_spec(tmp_path / name)
 
     def refuse(self):
         raise PermissionError(13, "Permission denied")
