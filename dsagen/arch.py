@@ -140,7 +140,9 @@ def arch(name: str) -> Arch:
 
     SpecError for anything else: a missing suffix names the suffixed target, a typo the nearest row.
     """
-    text = name.strip().lower() if isinstance(name, str) else ""
+    if not isinstance(name, str):
+        raise SpecError(f"unknown arch {name!r}{_meant_by(name)}: known are {', '.join(ARCHS)}")
+    text = name.strip().lower()
     match = _SPELLING.match(text)
     if not match:
         raise SpecError(f"unknown arch {name!r}{_nearest(text)}: known are {', '.join(ARCHS)}")
@@ -169,6 +171,13 @@ def _refusal(name: str, text: str, major: int, minor: int, suffix: str) -> str:
     if suffix == "f":
         return f"arch {name!r}: family targets are not built, write {row.name}"
     return f"unknown arch {name!r}: did you mean {row.name}? known are {', '.join(ARCHS)}"
+
+
+def _meant_by(value: object) -> str:
+    """The row that a number such as 90 or 10.0 stands for, as a hint."""
+    digits = str(value).replace(".", "") if isinstance(value, int | float) else ""
+    meant = [row.name for row in _ROWS if "{}{}".format(*row.compute_capability) == digits]
+    return f" (did you mean {meant[0]}?)" if meant else ""
 
 
 def _nearest(text: str) -> str:

@@ -11,7 +11,7 @@ import datetime
 import json
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from enum import IntEnum
 from functools import cache
@@ -143,16 +143,32 @@ def record(rows: Sequence[EvidenceRow], file: Path | None = None, store: Store |
 def load_evidence(store: Store | None = None) -> tuple[EvidenceRow, ...]:
     """Shipped rows, and those of a store where one is given. A line that is no row is logged and left out."""
     folders = [shipped_folder(), *((root / "evidence" for root in store.roots) if store else ())]
-    return tuple(row for folder in folders for path in sorted(folder.glob("*.jsonl")) for row in read_rows(path))
+    return tuple(row for folder in folders for path in _row_files(folder) for row in read_rows(path))
+
+
+def _row_files(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.glob("*.jsonl"))
+    except OSError as error:
+        _LOG.warning("%s: evidence cannot be read (%s)", folder, error.strerror)
+        return []
 
 
 def read_rows(path: Path) -> tuple[EvidenceRow, ...]:
-    """The rows of one file."""
+    """The rows of one file; one that cannot be read is logged and has none."""
+    try:
+        # A pipe would be waited for.
+        text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
+    except OSError:
+        text = None
+    if text is None:
+        _LOG.warning("%s: no file of evidence that can be read", path)
+        return ()
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(text.splitlines(), 1):
         try:
             rows.append(_parse(line))
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             _LOG.warning("%s:%d: no evidence row (%s)", path, number, error)
     return tuple(rows)
 
@@ -210,4 +226,28 @@ def _parse(line: str) -> EvidenceRow:
         raise ValueError(f"unknown columns {sorted(unknown)}")
     if data["kind"] not in KINDS:
         raise ValueError(f"unknown kind {data['kind']!r}")
-    return EvidenceRow(**{**data, "flags": tuple(data["flags"])})
+    row = EvidenceRow(**{**data, "flags": tuple(data["flags"])})
+    for f in fields(EvidenceRow):
+        if not _COLUMN_CHECKS.get(f.name, _is_line)(getattr(row, f.name)):
+            raise ValueError(f"column {f.name} holds {getattr(row, f.name)!r:.60}")
+    return row
+
+
+def _is_line(value: object) -> bool:
+    return isinstance(value, str) and (not value or value.isprintable())
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+# What a column may hold; the others are a line of text.
+_COLUMN_CHECKS: Mapping[str, Callable[[object], bool]] = {
+    "flags": lambda value: isinstance(value, tuple) and all(map(_is_line, value)),
+    "seed": lambda value: value is None or _is_count(value),
+    "passed": _is_count,
+    "failed": _is_count,
+    "not_run": _is_count,
+    "worst": lambda value: isinstance(value, dict),
+    "figures": lambda value: isinstance(value, dict),
+}

@@ -19,6 +19,8 @@ from dsagen.errors import GuardError
 When = Literal["plan", "build", "load", "launch"]
 Value = int | bool
 
+# Above this a number is told by its length.
+_MOST_BITS = 256
 _BINARY: dict[type[ast.operator], tuple[Callable[[int, int], int], str]] = {
     ast.Add: (operator.add, "+"),
     ast.Sub: (operator.sub, "-"),
@@ -73,7 +75,7 @@ class Guard:
 
     def failure(self, values: Mapping[str, object]) -> str:
         """The complete message, id included."""
-        return f"[{self.guard_id}] {self.message.format(**values)}"
+        return f"[{self.guard_id}] {self.message.format(**{name: _printable(values[name]) for name in values})}"
 
     def to_c(self, c_names: Mapping[str, str]) -> str:
         """The expression in C++, each name replaced by its C++ expression from `c_names`, literals as they are."""
@@ -86,6 +88,22 @@ def check(guards: Iterable[Guard], values: Mapping[str, Value], context: str = "
         if not guard.holds(values):
             suffix = f" ({context})" if context else ""
             raise GuardError(guard.failure({**values, **message_only}) + suffix)
+
+
+def _printable(value: object) -> object:
+    """The value, or words for an integer of more digits than Python prints."""
+    too_long = isinstance(value, int) and value.bit_length() > _MOST_BITS
+    return _LongNumber(value.bit_length()) if too_long and isinstance(value, int) else value
+
+
+class _LongNumber:
+    """An integer in words, whatever the format asks for."""
+
+    def __init__(self, bits: int) -> None:
+        self._bits = bits
+
+    def __format__(self, spec: str) -> str:
+        return f"an integer of {self._bits} bits"
 
 
 def failures(guards: Iterable[Guard], values: Mapping[str, Value], **message_only: object) -> list[str]:

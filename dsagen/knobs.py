@@ -23,6 +23,7 @@ T = TypeVar("T")
 PREFIX = "DSAGEN_"
 LOG_LEVELS = ("quiet", "error", "warning", "info", "debug")
 
+_LEAST_GIGABYTES, _MOST_GIGABYTES = 0.001, 1e6
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
 _ARCH = re.compile(r"(?:sm_?)?(\d+)\.?(\d)([af]?)", re.IGNORECASE)
@@ -59,6 +60,7 @@ class Knob(Generic[T]):
             return self.default
         name, text = found
         try:
+            _require_text(text)
             return self.parse(text.strip())
         except ValueError as error:
             raise KnobError(
@@ -92,6 +94,14 @@ class UnknownKnob:
         return f"{self.name} is set but dsagen reads no such variable; {hint}"
 
 
+def _require_text(text: str) -> None:
+    """ValueError for bytes that are no UTF-8, which Python carries as surrogates: they fit no file that is written."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"character {error.start} is no UTF-8") from None
+
+
 def _parse_bool(text: str) -> bool:
     if text.lower() in _TRUE:
         return True
@@ -101,14 +111,16 @@ def _parse_bool(text: str) -> bool:
 
 
 def _parse_jobs(text: str) -> int:
-    if not re.fullmatch(r"\d+", text) or int(text) < 1:
+    if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < 1:
         raise ValueError("expected a whole number of parallel compile jobs, 1 or more")
     return int(text)
 
 
 def _parse_gigabytes(text: str) -> float:
-    if not re.fullmatch(r"\d+(\.\d*)?|\.\d+", text) or float(text) <= 0.0:
+    if not re.fullmatch(r"[0-9]+(\.[0-9]*)?|\.[0-9]+", text):
         raise ValueError("expected a number of GiB above 0, for example 0.5")
+    if not _LEAST_GIGABYTES <= float(text) <= _MOST_GIGABYTES:
+        raise ValueError(f"expected {_LEAST_GIGABYTES:g} to {_MOST_GIGABYTES:g} GiB, for example 0.5")
     return float(text)
 
 
@@ -130,7 +142,11 @@ def _expand_user(text: str) -> Path:
 
 def _parse_existing_folder(text: str) -> str:
     path = _parse_path(text)
-    if not path.is_dir():
+    try:
+        found = path.is_dir()
+    except OSError as error:
+        raise ValueError(f"cannot be read ({error.strerror})") from None
+    if not found:
         raise ValueError("there is no such folder")
     return str(path)
 
@@ -319,8 +335,17 @@ def foreign(name: str) -> str | None:
 
 
 def code_changing_environment() -> dict[str, str]:
-    """The variables that nvcc reads by itself and that change what it emits, those that are set; part of the key."""
-    return {name: text for name in CODE_CHANGING_VARIABLES if (text := foreign(name)) is not None}
+    """The variables that nvcc reads by itself and that change what it emits, those that are set; part of the key.
+
+    Raises KnobError for one that is no UTF-8.
+    """
+    found = {name: text for name in CODE_CHANGING_VARIABLES if (text := foreign(name)) is not None}
+    for name, text in found.items():
+        try:
+            _require_text(text)
+        except ValueError as error:
+            raise KnobError(f"{name}={text!r}: {error}: nvcc reads this variable; correct or unset it") from None
+    return found
 
 
 def default_cache_dir() -> Path:

@@ -103,5 +103,7 @@ CALL_RULES: Mapping[str, str] = {
     "T-11": "an op is one that the spec declares",
     "T-12": "sizes, k and num_splits are whole numbers, softmax_scale is a finite fp32 number",
     "T-13": "DSAGEN_CHECK_INDICES, which waits for the device, is not set during CUDA graph capture",
-    "T-14": "topk takes page_table or candidate_blocks, and page_size, table_of_row and table_starts with page_table",
+    "T-14": "a tensor's values lie in strided memory as they are: no sparse or nested layout, no freed storage, no "
+    "transform of torch around it, no negation that is still to be done",
+    "T-15": "topk takes page_table or candidate_blocks, and page_size, table_of_row and table_starts with page_table",
 }

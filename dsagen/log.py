@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
 import sys
 from pathlib import Path
@@ -18,6 +20,26 @@ _LEVELS = {
     "debug": logging.DEBUG,
 }
 _FORMAT = "dsagen %(levelname)s: %(message)s"
+
+
+class _LogFile(logging.FileHandler):
+    """A log file that, where it cannot be written any more, says so once instead of once a line with a traceback."""
+
+    failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the base's name
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self.failed:
+            self.failed = True
+            with contextlib.suppress(OSError):
+                print(f"dsagen: DSAGEN_LOG_DEST={self.baseFilename!r}: {error.strerror}", file=sys.stderr)
+
+    def close(self) -> None:
+        # What could not be written is lost, and was told.
+        with contextlib.suppress(OSError):
+            super().close()
 
 
 class _Owner:
@@ -75,7 +97,9 @@ def _handler(destination: str) -> logging.Handler:
     if destination in ("stderr", "stdout"):
         return logging.StreamHandler(sys.stderr if destination == "stderr" else sys.stdout)
     try:
-        return logging.FileHandler(Path(destination))
+        if Path(destination).is_fifo():
+            raise OSError(errno.EINVAL, "a pipe, whose reader would be waited for")
+        return _LogFile(Path(destination))
     except OSError as error:
         raise KnobError(
             f"DSAGEN_LOG_DEST={destination!r}: cannot be written ({error.strerror}): name a file in an existing "

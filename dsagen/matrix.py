@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -44,12 +45,14 @@ class Matrix:
             raise SpecError(f"{self.spec_name}: not everything that it declares can be built:\n  {listed}")
 
 
-def expand(spec: DeploymentSpec, archs: tuple[str, ...] | None = None) -> Matrix:
+def expand(spec: DeploymentSpec, archs: Sequence[str] | None = None) -> Matrix:
     """List the cells of a spec for its archs, or for the given ones among them.
 
-    Raises SpecError for an arch that the spec does not declare.
+    Raises SpecError for an arch that the spec does not declare, and for what is no list of archs.
     """
-    wanted = spec.archs if archs is None else tuple(arch_row(name).name for name in archs)
+    if archs is not None and (isinstance(archs, str | bytes) or not isinstance(archs, Sequence) or not archs):
+        raise SpecError(f"archs: expected a list such as {list(spec.archs)}, or None for all of them, found {archs!r}")
+    wanted = spec.archs if archs is None else tuple(dict.fromkeys(arch_row(name).name for name in archs))
     undeclared = [name for name in wanted if name not in spec.archs]
     if undeclared:
         raise SpecError(

@@ -56,6 +56,6 @@ def model_preset(name: str) -> ModelPreset:
     try:
         return MODELS[name]
     except (KeyError, TypeError):
-        close = difflib.get_close_matches(str(name).lower(), MODELS, n=1, cutoff=0.4)
+        close = difflib.get_close_matches(name.lower(), MODELS, n=1, cutoff=0.4) if isinstance(name, str) else []
         hint = f" (did you mean {close[0]}?)" if close else ""
         raise SpecError(f"unknown model {name!r}{hint}: known are {', '.join(MODELS)}") from None

@@ -34,6 +34,7 @@ from dsagen.spec_problems import (
     ProblemError,
     describe_validation_error,
     problem,
+    show,
 )
 from dsagen.spec_source import (
     SpecSource,
@@ -43,6 +44,7 @@ from dsagen.spec_source import (
     shipped_spec_folder,
     shipped_specs,
 )
+from dsagen.spec_values import plain_values
 
 __all__ = [
     "DeploymentSpec",
@@ -73,8 +75,12 @@ class InvalidSpecError(SpecError):
     """A spec with problems, each with the key path it concerns."""
 
     def __init__(self, problems: list[Problem], source: SpecSource | None = None) -> None:
-        self.problems = problems
+        self.problems, self._source = problems, source
         super().__init__("\n".join(p.message(source) for p in problems))
+
+    def __reduce__(self) -> tuple[type[InvalidSpecError], tuple[list[Problem], SpecSource | None]]:
+        # Without it a worker process could not hand the error back.
+        return type(self), (self.problems, self._source)
 
 
 class _Part(BaseModel):
@@ -139,7 +145,7 @@ class DeploymentSpec(_Part):
 
     def __init__(self, /, **data: Any) -> None:
         try:
-            super().__init__(**complete(data))
+            super().__init__(**complete(plain_values(data)))
         except ProblemError as error:
             raise InvalidSpecError([error.problem]) from None
         except ValidationError as error:
@@ -245,7 +251,7 @@ def load_spec(source: str | os.PathLike[str] | Mapping[str, Any] | DeploymentSpe
     if isinstance(source, Mapping):
         bad = [key for key in source if not isinstance(key, str)]
         if bad:
-            raise SpecError(f"spec: keys must be text, found {bad[0]!r:.60} of type {type(bad[0]).__name__}")
+            raise SpecError(f"spec: keys must be text, found {show(bad[0])} of type {type(bad[0]).__name__}")
         return DeploymentSpec(**source)
     if not isinstance(source, str | os.PathLike):
         raise SpecError(f"spec: expected a path, a mapping or a DeploymentSpec, found {type(source).__name__}")

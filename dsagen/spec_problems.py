@@ -20,7 +20,16 @@ MAX_ROW_ELEMENTS = 65535
 
 _MAX_SHOWN_CHARS = 60
 _PLAIN_KEY = re.compile(r"[A-Za-z0-9_-]+\Z|<<\Z", re.ASCII)
-NOTHING = object()  # no value was written at the key
+
+
+class _Nothing:
+    """Stands for no value; unpickled it is the same object again."""
+
+    def __reduce__(self) -> str:
+        return "NOTHING"
+
+
+NOTHING = _Nothing()  # no value was written at the key
 
 # Bounds by the last word of the key path, with what the number counts.
 _RANGES: Mapping[str, tuple[int, int, str]] = {
@@ -60,6 +69,9 @@ class ProblemError(SpecError):
         self.problem = found
         super().__init__(found.message())
 
+    def __reduce__(self) -> tuple[type[ProblemError], tuple[Problem]]:
+        return type(self), (self.problem,)
+
 
 def problem(path: KeyPath, text: str, value: Any = NOTHING, choices: Iterable[str] = ()) -> ProblemError:
     """An error to raise for one key; `choices` adds the list of what is allowed and the nearest of them."""
@@ -79,8 +91,8 @@ def show(value: Any) -> str:
     """A value on one line, cut to a readable length."""
     try:
         text = repr(list(value) if isinstance(value, tuple) else value)  # YAML has lists
-    except ValueError:  # an int of more digits than Python prints
-        text = f"<{type(value).__name__} too long to print>"
+    except Exception:  # an int of more digits than Python prints, a foreign object, a list that holds itself
+        text = f"<{type(value).__name__} that cannot be printed>"
     return text if len(text) <= _MAX_SHOWN_CHARS else text[: _MAX_SHOWN_CHARS - 3] + "..."
 
 

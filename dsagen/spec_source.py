@@ -21,6 +21,7 @@ from dsagen.errors import SpecError
 MAX_SPEC_BYTES = 64 * 1024
 MAX_SPEC_DEPTH = 8
 SPEC_SUFFIXES = (".yaml", ".yml", ".json")
+_MAX_SHOWN_CHARS = 200
 
 KeyPath = tuple[str | int, ...]
 
@@ -61,19 +62,29 @@ def resolve_spec_path(path: str | Path) -> Path:
     text = str(path)
     if not text or "\0" in text:
         raise SpecError(f"spec {text!r}: not a path; give a YAML file or one of {', '.join(shipped_specs())}")
-    given = Path(path)
-    if given.is_file():
-        return given
-    if given.is_dir():
-        raise SpecError(f"spec {text}: is a folder; give one of its files")
+    shown = text if text.isprintable() and len(text) <= _MAX_SHOWN_CHARS else f"{text!r:.{_MAX_SHOWN_CHARS}}"
+    given, refusal = Path(path), ""
+    try:
+        if given.is_file():
+            return given
+        if given.is_dir():
+            raise SpecError(f"spec {shown}: is a folder; give one of its files")
+        if given.exists():
+            refusal = "is no regular file"
+        elif given.is_symlink():
+            refusal = "is a link to nothing"
+    except OSError as error:  # a folder that may not be searched, a name that is too long
+        refusal = f"cannot be read: {error.strerror}"
     stem = given.stem if given.suffix in SPEC_SUFFIXES else given.name
     if str(given.parent) in (".", "specs") and stem in shipped_specs():
         return shipped_specs()[stem]
+    if refusal:
+        raise SpecError(f"spec {shown}: {refusal}; shipped specs are {', '.join(shipped_specs())}")
     nearby = [p.name for p in sorted(given.parent.glob("*.y*ml"))] if given.parent.is_dir() else []
     close = difflib.get_close_matches(given.name, nearby, n=1, cutoff=0.5)
     close = close or difflib.get_close_matches(stem, shipped_specs(), n=1, cutoff=0.5)
     hint = f" (did you mean {close[0]}?)" if close else ""
-    raise SpecError(f"spec {text}: no such file{hint}; shipped specs are {', '.join(shipped_specs())}")
+    raise SpecError(f"spec {shown}: no such file{hint}; shipped specs are {', '.join(shipped_specs())}")
 
 
 def read_spec_source(path: Path) -> SpecSource:
@@ -106,11 +117,20 @@ def parse_spec_text(text: str, label: str = "<spec>") -> SpecSource:
         raise SpecError(f"{where}: not valid YAML: {error.problem or error.context}") from None
     except yaml.YAMLError as error:
         raise SpecError(f"{label}: not valid YAML: {' '.join(str(error).split())}") from None
+    except SpecError:
+        raise
+    except (ValueError, OverflowError):
+        # The scanner turns escapes and version numbers into Python values without looking at them.
+        raise SpecError(
+            f"{label}: not valid YAML: an escape such as \\UFFFFFFFF is no character, or a %YAML version no number"
+        ) from None
     if node is None:
         raise SpecError(f"{label}: empty; a spec is a mapping such as `model: v32`, one key per line")
     if not isinstance(node, yaml.MappingNode):
-        what = "a list" if isinstance(node, yaml.SequenceNode) else f"the value {node.value!r:.60}"
-        raise SpecError(f"{label}:{_line(node)}: the top level is {what}, expected a mapping such as `model: v32`")
+        prefix = "the value " if isinstance(node, yaml.ScalarNode) else ""
+        raise SpecError(
+            f"{label}:{_line(node)}: the top level is {prefix}{_what(node)}, expected a mapping such as `model: v32`"
+        )
     lines: dict[KeyPath, int] = {}
     data = _plain(node, (), label, lines)
     return SpecSource(label, data, lines)
@@ -158,6 +178,13 @@ def _events(text: str) -> Iterator[yaml.Event]:
     return iter(yaml.parse(text, Loader=_SpecLoader))
 
 
+def _what(node: yaml.Node) -> str:
+    """A node in words."""
+    if isinstance(node, yaml.ScalarNode):
+        return f"{node.value!r:.60}"
+    return "a list" if isinstance(node, yaml.SequenceNode) else "a mapping (text with braces needs quotes)"
+
+
 def _line(node: yaml.Node) -> int:
     return int(node.start_mark.line) + 1
 
@@ -177,7 +204,7 @@ def _plain_mapping(node: yaml.MappingNode, path: KeyPath, label: str, lines: dic
     for key_node, value_node in node.value:
         key = _plain_scalar(key_node) if isinstance(key_node, yaml.ScalarNode) else None
         if not isinstance(key, str) or not key:
-            raise SpecError(f"{label}:{_line(key_node)}: a key must be a word, found {key_node.value!r:.60}")
+            raise SpecError(f"{label}:{_line(key_node)}: a key must be a word, found {_what(key_node)}")
         key_path = (*path, key)
         if key in data:
             dotted = ".".join(map(str, key_path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import shlex
 import shutil
@@ -24,6 +25,8 @@ from dsagen.errors import BuildError, StoreError, ToolchainError
 _LOG = logging.getLogger(__name__)
 # Locks, and so open files, that one process holds at once; what is beyond waits for the next round.
 _MOST_LOCKS = 256
+# With less than this free, a compile that fails without a word has most likely had no room for its output.
+_FULL_DISK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -77,8 +80,11 @@ def write_generated(units: Sequence[Unit], out_dir: Path) -> list[Path]:
     for unit in units:
         path = out_dir / "generated" / unit.arch / f"{unit.slug}.cu"
         path.parent.mkdir(parents=True, exist_ok=True)
-        if not path.is_file() or path.read_text() != unit.text:
-            path.write_text(unit.text)
+        text = unit.text.encode()
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise OSError(errno.EEXIST, "is neither a file nor a folder", str(path))  # opening a pipe would wait
+        if not path.is_file() or path.read_bytes() != text:
+            path.write_bytes(text)
         paths.append(path)
     return paths
 
@@ -249,6 +255,8 @@ class _Session:
         task = outcome.task
         kept = self.store.keep_failed(task.entry_dir, task.name)
         advice = hint(log, outcome.exit_code, self.jobs_used)
+        if advice is None and shutil.disk_usage(kept).free < _FULL_DISK_BYTES:
+            advice = "the disk of the store is full"
         lines = [f"{task.unit.slug}: {error}"]
         if advice:
             lines.append(f"  hint: {advice}")

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import shlex
 import shutil
+import signal
 import subprocess
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +25,8 @@ from dsagen.build.unit import Unit
 from dsagen.errors import BuildError, ToolchainError
 
 SOURCE, PTX, CUBIN, LOG = "kernel.cu", "kernel.ptx", "kernel.cubin", "build.log"
+# How long ninja may take to end its compilers.
+_STOP_TIMEOUT_S = 5.0
 _SCRIPT, _STARTED, _STATUS = "compile.sh", "started", "status"
 
 
@@ -106,7 +111,7 @@ def run_compiles(
             pending = _report_finished(pending, on_finish)
         process.wait()
     finally:
-        _stop(process)
+        _stop(process, pending)
     pending = _report_finished(pending, on_finish)
     if len(pending) == len(tasks) and not any((task.work_dir / _STARTED).exists() for task in tasks):
         raise BuildError(f"ninja compiled nothing (exit code {process.returncode}): {''.join(printed).strip()[-2000:]}")
@@ -119,7 +124,7 @@ def _write_script(task: CompileTask, toolchain: Toolchain) -> None:
     (task.entry_dir / SOURCE).write_text(task.unit.text)
     command = compile_command(task.unit, task.name, toolchain)
     (task.work_dir / _SCRIPT).write_text(
-        f": > {_STARTED}\n"
+        f"echo $$ > {_STARTED}\n"
         f"( cd entry && {command} ) > entry/{LOG} 2>&1\n"
         "code=$?\n"
         f"echo $code > {_STATUS}.part && mv {_STATUS}.part {_STATUS}\n"
@@ -128,7 +133,7 @@ def _write_script(task: CompileTask, toolchain: Toolchain) -> None:
 
 
 def _ninja_text(tasks: Sequence[CompileTask]) -> str:
-    lines = ["rule compile", f"  command = cd $folder && sh {_SCRIPT}", "  description = $name", ""]
+    lines = ["rule compile", f"  command = cd $folder && exec sh {_SCRIPT}", "  description = $name", ""]
     for number, task in enumerate(tasks):
         # The output is a name that nothing writes: what exists is decided by the store, never by ninja.
         lines += [f"build edge_{number}: compile", f"  name = {_ninja_escape(task.name)}"]
@@ -157,13 +162,40 @@ def _report_finished(pending: Sequence[CompileTask], on_finish: Callable[[Compil
     return left
 
 
-def _stop(process: subprocess.Popen[str]) -> None:
-    """End ninja, which ends its compilers, when the build is left early (an interrupt, or an error in a callback)."""
+def _stop(process: subprocess.Popen[str], pending: Sequence[CompileTask]) -> None:
+    """End ninja, which ends its compilers, when the build is left early (an interrupt, or an error in a callback).
+
+    A compiler may hang on the signal that ninja passes on, while ninja waits for it or has left; what is still there
+    after a while is killed.
+    """
     if process.poll() is not None:
         return
     process.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(timeout=10)
-        return
-    process.kill()
-    process.wait()
+    deadline = time.monotonic() + _STOP_TIMEOUT_S
+    try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=_STOP_TIMEOUT_S)
+        while any(_signal_group(task, 0) for task in pending) and time.monotonic() < deadline:
+            time.sleep(0.02)
+    finally:
+        # Also when another interrupt ends the wait.
+        for task in pending:
+            _signal_group(task, signal.SIGKILL)
+        process.kill()
+        process.wait()
+
+
+def _signal_group(task: CompileTask, number: int) -> bool:
+    """Send a signal to a task's script and its compilers; False when none of them is left.
+
+    Ninja starts a script as the leader of a process group, so the script's process id names the group.
+    """
+    if (task.work_dir / _STATUS).exists():
+        return False
+    try:
+        group = int((task.work_dir / _STARTED).read_text())
+        if group > 1:  # 0 would be the own group
+            os.killpg(group, number)
+    except (OSError, ValueError):
+        return False
+    return group > 1

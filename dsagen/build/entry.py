@@ -11,6 +11,7 @@ import errno
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -115,8 +116,10 @@ def read_stamp(folder: Path) -> tuple[EntryStamp, dict[str, str]] | None:
         content = json.loads(text)
         checksums = {str(name): str(value) for name, value in content.pop("members").items()}
         stamp = EntryStamp(**content)
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise BrokenEntryError(f"{MARKER} is damaged ({len(text)} bytes)") from None
+    if not all(isinstance(value, str) for name, value in asdict(stamp).items() if name != "schema"):
+        raise BrokenEntryError(f"{MARKER} is damaged (not every member is text)")
     if stamp.schema != SCHEMA_VERSION or stamp.name != folder.name or set(checksums) != set(MEMBERS):
         raise BrokenEntryError(f"{MARKER} belongs to another entry or schema")
     return stamp, checksums
@@ -139,10 +142,21 @@ def read_entry(folder: Path) -> StoreEntry | None:
     return StoreEntry(
         path=folder,
         stamp=stamp,
-        variant=json.loads(content[VARIANT]),
-        plan=json.loads(content[PLAN]),
-        report=json.loads(content[REPORT]),
+        variant=_mapping(VARIANT, content[VARIANT]),
+        plan=_mapping(PLAN, content[PLAN]),
+        report=_mapping(REPORT, content[REPORT]),
     )
+
+
+def _mapping(member: str, text: bytes) -> dict[str, Any]:
+    """A JSON member; BrokenEntryError for what is no object, which a matching checksum does not rule out."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise BrokenEntryError(f"{member} ({len(text)} bytes) is no JSON object")
+    return value
 
 
 def commit_entry(folder: Path, stamp: EntryStamp, texts: Mapping[str, Any]) -> None:
@@ -182,6 +196,9 @@ def flush(path: Path) -> None:
 def _read_bytes(path: Path) -> bytes:
     """The file's content; a stale network handle is opened once more, since the second look-up finds the new file."""
     try:
+        mode = path.stat().st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+            raise OSError(errno.EINVAL, "neither a file nor a folder", str(path))  # opening a pipe would wait
         return path.read_bytes()
     except OSError as error:
         if error.errno != errno.ESTALE:

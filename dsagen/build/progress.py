@@ -95,6 +95,6 @@ class BarProgress:
 
 def make_progress(quiet: bool = False) -> BuildProgress:
     """The progress that suits standard error: a bar on a terminal, lines elsewhere, nothing when `quiet`."""
-    if quiet:
+    if quiet or sys.stderr is None:  # None where the process was started with it closed
         return QuietProgress()
     return BarProgress() if sys.stderr.isatty() else LineProgress(sys.stderr)

@@ -35,6 +35,8 @@ _LOG = logging.getLogger(__name__)
 _VERSION_FOLDER = f"v{SCHEMA_VERSION}"
 _LOCKS, _WORK, _FAILED = ".locks", ".work", ".failed"
 _ENTRY_NAME = re.compile(rf".+\.[0-9a-f]{{{NAME_HEX_DIGITS}}}")
+# nvcc writes its input's path into the PTX as it is, and ninja takes a line for a statement.
+_UNFIT_CHARACTERS = '"\\\n\r'
 _PACKAGE_FOLDERS = ("site-packages", "dist-packages")
 
 
@@ -253,15 +255,19 @@ class Store:
 
 def _prepare_root(root: Path) -> str | None:
     """Create a root's folders; None when it can be written, else why not."""
-    if any(part in _PACKAGE_FOLDERS for part in root.resolve().parts):
-        return "inside an installed package, where dsagen never writes"
+    if any(character in _UNFIT_CHARACTERS or "\ud800" <= character <= "\udfff" for character in str(root)):
+        return "its name holds a quote, a backslash, a line break or no UTF-8, which the compilers do not take"
     try:
+        if any(part in _PACKAGE_FOLDERS for part in root.resolve().parts):
+            return "inside an installed package, where dsagen never writes"
         for name in (_LOCKS, _WORK):
             (root / _VERSION_FOLDER / name).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=root / _VERSION_FOLDER / _WORK):
             return None
     except OSError as error:
         return error.strerror or str(error)
+    except RuntimeError as error:  # how a loop of symbolic links is told before Python 3.13
+        return str(error)
 
 
 def _entry_folders(root: Path, prefix: str = "") -> list[Path]:

@@ -21,7 +21,7 @@ from dsagen.errors import ToolchainError
 MINIMUM_CUDA = (12, 8)
 DEFAULT_TOOLKIT = Path("/usr/local/cuda")
 PIP_HINT = "pip install 'cuda-toolkit[nvcc,cccl]==13.0.*'"
-_VERSION = re.compile(r"\bV(\d+\.\d+\.\d+)")
+_VERSION = re.compile(r"\bV([0-9]{1,4}\.[0-9]{1,4}\.[0-9]{1,6})\b")
 _QUERY_TIMEOUT_S = 60
 
 
@@ -82,7 +82,7 @@ def nvcc_candidates() -> Iterator[NvccCandidate]:
         if root is not None:
             yield NvccCandidate(root / "bin" / "nvcc", variable, True)
     for folder in (knobs.foreign("PATH") or "").split(":"):
-        if folder and (Path(folder) / "nvcc").is_file():
+        if folder and _is_file(Path(folder) / "nvcc"):
             yield NvccCandidate(Path(folder) / "nvcc", "PATH", False)
     yield NvccCandidate(DEFAULT_TOOLKIT / "bin" / "nvcc", str(DEFAULT_TOOLKIT), False)
     for site in dict.fromkeys(sys.path):
@@ -118,11 +118,26 @@ class _UnusableError(Exception):
     """Why one candidate cannot be used."""
 
 
+def _is_file(path: Path) -> bool:
+    """Whether a file can be seen there; a folder that may not be searched shows none."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:
+        return False
+
+
 def _toolkit_root(variable: str) -> Path | None:
     text = knobs.foreign(variable)
     if text is None:
         return None
-    if not Path(text).is_absolute() or not Path(text).is_dir():
+    if not Path(text).is_absolute() or not _is_folder(Path(text)):
         raise ToolchainError(
             f"{variable}={text!r} is not an existing folder given by an absolute path. Set it to the root of a CUDA "
             "toolkit (the folder that holds bin/nvcc), unset it, or name the compiler with DSAGEN_NVCC."
@@ -195,14 +210,22 @@ def _ask_version(tool: str, real: str, mtime_ns: int, size_bytes: int) -> str:
 def _run(command: list[str]) -> str:
     """Standard output and error of a short query; raises _UnusableError when it fails."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_QUERY_TIMEOUT_S, check=False)
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_QUERY_TIMEOUT_S,
+            check=False,
+        )
     except OSError as error:
         raise _UnusableError(f"cannot be run ({error.strerror})") from None
     except subprocess.TimeoutExpired:
         raise _UnusableError(f"gave no answer within {_QUERY_TIMEOUT_S} s") from None
     if done.returncode != 0:
         last = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["no output"]
-        raise _UnusableError(f"`{' '.join(command[1:])}` failed with exit code {done.returncode} ({last[0]})")
+        raise _UnusableError(f"`{' '.join(command[1:])}` failed with exit code {done.returncode} ({last[0]:.200})")
     return done.stdout + done.stderr
 
 

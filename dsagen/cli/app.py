@@ -5,6 +5,7 @@ Command modules import what they run inside the command, so that `dsagen --help`
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import sys
@@ -13,11 +14,9 @@ from importlib import metadata
 
 import click
 
-from dsagen.cli import building, doctor, explaining, listing, proving
-from dsagen.errors import DsagenError
+from dsagen.cli import INTERRUPTED, building, doctor, explaining, listing, proving
+from dsagen.errors import DsagenError, SpecError
 from dsagen.log import configure_logging
-
-INTERRUPTED = 130
 
 EXIT_CODES = """Exit codes: 0 success, 2 bad input, 3 failed build, 4 failed check, 5 no usable device,
 130 interrupted, 1 anything else."""
@@ -59,6 +58,10 @@ def cli(verbose: int) -> None:
     A SPEC is a YAML file, or the name of a shipped one such as v32_h16. Building needs neither a GPU nor torch;
     `check` and `bench` need a device.
     """
+    try:
+        os.getcwd()  # noqa: PTH109 - Path.cwd() does the same; only whether there is one matters
+    except OSError as error:
+        raise SpecError(f"the current folder cannot be used ({error.strerror}): change to one that exists") from None
     configure_logging(verbose)
 
 
@@ -75,22 +78,43 @@ for _command in (
     cli.add_command(_command)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def run(arguments: Sequence[str] | None = None) -> int:
     """Run the command line on `arguments` (of the process by default); the exit code."""
+    try:
+        return _run(arguments)
+    except BrokenPipeError:
+        _forget_output()
+        return 1
+    except OSError as error:
+        # A full disk below standard output, say, or a place that no command expected to fail.
+        _forget_output()
+        where = f": {error.filename}" if error.filename else ""
+        with contextlib.suppress(OSError):
+            click.echo(f"error: {error.strerror or error}{where}", err=True)
+        return 1
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     try:
         code = cli.main(args=None if arguments is None else list(arguments), prog_name="dsagen", standalone_mode=False)
     except click.ClickException as error:
         usage = f"{error.ctx.get_usage()}\n" if isinstance(error, click.UsageError) and error.ctx else ""
-        click.echo(f"{usage}error: {error.format_message()}", err=True)
-        return error.exit_code
+        return _complain(f"{usage}error: {error.format_message()}", error.exit_code)
     except click.Abort:
-        click.echo("error: interrupted", err=True)
-        return INTERRUPTED
+        return _complain("error: interrupted", INTERRUPTED)
     except DsagenError as error:
-        click.echo(f"error: {error}", err=True)
-        return error.exit_code
-    except BrokenPipeError:
-        # The reader of a pipe is gone; without this the interpreter complains once more while it flushes.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        return _complain(f"error: {error}", error.exit_code)
     return code if isinstance(code, int) else 0
+
+
+def _complain(text: str, exit_code: int) -> int:
+    """Print on standard error; the exit code stands where even that cannot be written."""
+    with contextlib.suppress(OSError):
+        click.echo(text, err=True)
+    return exit_code
+
+
+def _forget_output() -> None:
+    """Let what standard output still holds go nowhere: the interpreter would complain once more while it flushes."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

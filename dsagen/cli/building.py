@@ -91,8 +91,9 @@ def _write(units: Sequence[Unit], out: Path) -> list[Path]:
     try:
         return write_generated(units, out)
     except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
         raise BuildError(
-            f"generated CUDA text cannot be written below {out.absolute()}: {error.strerror} ({error.filename}): "
+            f"generated CUDA text cannot be written below {out.absolute()}: {error.strerror}{where}: "
             "name a folder that can be written with --out"
         ) from None
 

@@ -141,9 +141,12 @@ def _look_at_store(result: Diagnosis) -> None:
 
 def can_write(root: Path) -> bool:
     """Whether a store root can be written, or created where it is missing."""
-    while not root.exists() and root != root.parent:
-        root = root.parent
-    return root.is_dir() and os.access(root, os.W_OK | os.X_OK)
+    try:
+        while not root.exists() and root != root.parent:
+            root = root.parent
+        return root.is_dir() and os.access(root, os.W_OK | os.X_OK)
+    except OSError:  # a folder on the way that may not be searched, a name that is too long
+        return False
 
 
 def _look_at_devices(result: Diagnosis) -> None:

@@ -17,6 +17,7 @@ from dsagen.cli.selection import (
     specs_argument,
 )
 from dsagen.cli.table import echo_json, echo_lines, markdown
+from dsagen.errors import SpecError
 
 if TYPE_CHECKING:
     from dsagen.evidence import RungStatus
@@ -38,6 +39,8 @@ def list_variants(specs: tuple[str, ...], archs: tuple[str, ...], as_markdown: b
     """
     from dsagen.spec import shipped_specs
 
+    if as_markdown and as_json:
+        raise SpecError("list prints --markdown or --json, not both: leave one out")
     selections = select(specs or tuple(shipped_specs()), archs)
     if as_markdown:
         echo_lines(support_matrix(selections))

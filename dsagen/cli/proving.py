@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from dsagen.check.report import CheckReport
     from dsagen.spec import DeploymentSpec
 
+# What a generator of torch takes.
+MAX_SEED = 2**63 - 1
+
 _RECORD = click.option(
     "--record",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -45,7 +48,9 @@ _PLAIN_WIDTH = 140
 @click.command()
 @specs_argument()
 @click.option("--tier", type=click.Choice(["quick", "full"]), default="quick", show_default=True, help="Case list.")
-@click.option("--seed", type=click.IntRange(min=0), help="Replay the run that printed it.  [default: a fresh one]")
+@click.option(
+    "--seed", type=click.IntRange(0, MAX_SEED), help="Replay the run that printed it.  [default: a fresh one]"
+)
 @click.option("--only", metavar="PATTERN", help="Cases whose name matches a shell pattern; such a run is no evidence.")
 @_RECORD
 @json_option
@@ -69,7 +74,7 @@ def check(
 
     verbose = context.parent is not None and context.parent.params.get("verbose", 0) > 0
     progress = None if as_json else Console(stderr=True)
-    console = Console() if sys.stdout.isatty() else Console(width=_PLAIN_WIDTH)
+    console = Console() if sys.stdout is not None and sys.stdout.isatty() else Console(width=_PLAIN_WIDTH)
     reports = []
     for spec in specs:
         report = run_check(

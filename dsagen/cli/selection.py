@@ -10,7 +10,7 @@ import click
 
 from dsagen import knobs
 from dsagen.cli.table import aligned
-from dsagen.errors import SpecError
+from dsagen.errors import KnobError, SpecError
 
 if TYPE_CHECKING:
     from dsagen.family import Cell
@@ -48,7 +48,15 @@ def arch_option(command: Command) -> Command:
 
 def json_option(command: Command) -> Command:
     """The --json flag."""
-    return click.option("--json", "as_json", is_flag=True, help="Print one JSON document and nothing else.")(command)
+    return click.option(
+        "--json", "as_json", is_flag=True, callback=_alone_on_output, help="Print one JSON document and nothing else."
+    )(command)
+
+
+def _alone_on_output(_context: click.Context, _option: click.Parameter, as_json: bool) -> bool:
+    if as_json and knobs.LOG_DEST.get() == "stdout":
+        raise KnobError("DSAGEN_LOG_DEST='stdout': with --json only the document goes there: name a file or stderr")
+    return as_json
 
 
 def select(specs: Iterable[str], archs: Iterable[str]) -> list[Selection]:
@@ -59,7 +67,11 @@ def select(specs: Iterable[str], archs: Iterable[str]) -> list[Selection]:
     from dsagen.matrix import expand
     from dsagen.spec import load_spec
 
-    wanted = tuple(word for text in archs for word in text.split(",") if word.strip()) or knobs.ARCH_LIST.get() or None
+    named = tuple(archs)
+    words = tuple(word for text in named for word in text.split(","))
+    if not all(word.strip() for word in words):
+        raise SpecError(f"--arch {','.join(named)!r}: an element is empty; expected a list such as sm_90a,sm_100a")
+    wanted = words or knobs.ARCH_LIST.get() or None
     selections: dict[str, Selection] = {}
     for source in specs:
         spec = load_spec(source)

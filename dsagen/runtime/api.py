@@ -6,12 +6,12 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 
 from dsagen import knobs
-from dsagen.errors import DeviceError, FrozenError, GuardError
+from dsagen.errors import DeviceError, DsagenError, FrozenError, GuardError
 from dsagen.families.sparse_decode.choice import Candidate, candidates, choose, explain_choice
 from dsagen.families.sparse_decode.op import DecodeShape
 from dsagen.families.topk.op import TopkShape, explain_call
@@ -112,7 +112,7 @@ class Kernels:
     ) -> None:
         self.spec = spec
         # What is wrong with a spec needs no GPU to be told, so it comes first.
-        self._matrix = expand(spec, tuple(archs) if archs is not None else None)
+        self._matrix = expand(spec, archs)
         self._matrix.require_complete()
         self._archs = tuple(dict.fromkeys(cell.arch for cell in self._matrix.cells))
         self._debug_sync, self._checks_values = knobs.DEBUG_SYNC.get(), knobs.CHECK_INDICES.get()
@@ -126,6 +126,12 @@ class Kernels:
         self._default = self._driver.current_device() if device is None else self._ordinal(device)
         self._loader.fetch(self._on(self._default).plans)
 
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise DsagenError(
+            "Kernels hold code that is loaded in this process, so they are neither copied nor pickled: call "
+            "dsagen.load where they are needed"
+        )
+
     @property
     def device(self) -> torch.device:
         """Where plans are made unless they name another device."""
@@ -136,6 +142,8 @@ class Kernels:
 
         After that no launch on them compiles or loads anything. FrozenError after freeze() or during graph capture.
         """
+        if isinstance(devices, str) or not isinstance(devices, Iterable | None):
+            raise DeviceError(f"devices: expected a list of devices such as [0, 'cuda:1'], found {devices!r}")
         for ordinal in [self._default] if devices is None else [self._ordinal(device) for device in devices]:
             kernels = self._on(ordinal)
             self._loader.fetch(kernels.plans)
@@ -258,10 +266,12 @@ class Kernels:
         else:
             self._require_own(plan)
             plan.require_shape(binding)
-        if self._checks_values:
+            plan.require_apart(tensors, binding)
+        rows = binding.batch * binding.s_q
+        if self._checks_values and rows:
             self._check_values(tensors, ordinal)
         results = make_outputs(tensors, self.spec.dims.d_v)
-        if binding.batch * binding.s_q:
+        if rows:
             call = call_arguments(tensors, *results, scale)
             plan.launch(binding.arguments, call, stream)
         return results

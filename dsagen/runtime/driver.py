@@ -33,6 +33,11 @@ class DriverError(DeviceError):
     def __init__(self, what: str, code: str, text: str) -> None:
         super().__init__(f"{what}: {code}: {text}")
         self.code = code
+        self._parts = (what, code, text)
+
+    def __reduce__(self) -> tuple[type[DriverError], tuple[str, str, str]]:
+        # Without it a worker process could not hand the error back.
+        return type(self), self._parts
 
 
 @dataclass(frozen=True)

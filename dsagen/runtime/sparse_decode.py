@@ -6,12 +6,12 @@ import math
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn, SupportsIndex
 
 import torch
 
 from dsagen.division import page_divisor
-from dsagen.errors import GuardError
+from dsagen.errors import DeviceError, DsagenError, GuardError
 from dsagen.families.sparse_decode.choice import TENSOR_GUARDS
 from dsagen.families.sparse_decode.guards import INDEX_GUARD, LENGTH_GUARD, WORKSPACE_GUARD
 from dsagen.families.sparse_decode.op import DecodePartition
@@ -24,6 +24,7 @@ from dsagen.runtime.tensors import (
     free_strides,
     require,
     require_device,
+    require_memory,
     require_no_overlap,
     require_plain,
     require_separate_elements,
@@ -85,7 +86,12 @@ class DecodeBinder:
         given = tensors.given()
         for name, tensor in given:
             require_plain(name, tensor)
-        key = tuple([signature(tensor) for tensor in tensors])
+        try:
+            key = tuple([signature(tensor) for tensor in tensors])
+        except RuntimeError:
+            for name, tensor in given:
+                require_memory(name, tensor)
+            raise
         found = self._bindings.get(key)
         if found is None:
             found = self._check(tensors)
@@ -101,6 +107,7 @@ class DecodeBinder:
             raise GuardError(f"[T-03] q: on {t.q.device}, expected a CUDA device: move it with q.to('cuda')")
         for name, tensor in t.given():
             require_device(name, tensor, t.q.device, "q")
+            require_memory(name, tensor)
         spec, fmt, cache = self._spec, self._format, self._format.cache_tensor()
         require(TensorRule("q", ("bfloat16",), "[batch, s_q, heads, d_qk]", (None, None, None, fmt.d_qk)), t.q)
         batch, s_q, heads = (int(size) for size in t.q.shape[:3])
@@ -167,6 +174,7 @@ class SparseDecodePlan:
         self.device = driver.torch_device(main.ordinal)
         self._driver, self._main, self._combine, self._debug_sync = driver, main, combine, debug_sync
         self.workspace = _checked_workspace(workspace, partition.workspace_bytes, self.device)
+        self._lent = self.workspace if workspace is not None else None
         base = self.workspace.data_ptr() if self.workspace is not None else 0
         self._arguments: dict[str, Number] = {
             "num_splits": partition.num_splits,
@@ -219,6 +227,19 @@ class SparseDecodePlan:
                     "with plan_sparse_decode"
                 )
 
+    def require_apart(self, tensors: DecodeTensors, binding: Binding) -> None:
+        """Refuse a call whose tensors lie in the workspace that the caller lent: the kernels write all of it."""
+        if self._lent is not None:
+            spans = {**binding.span_bytes, "workspace": self.workspace_bytes}
+            require_no_overlap({"workspace"}, [("workspace", self._lent), *tensors.given()], spans)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        # A shallow copy would serve a second stream with the same workspace.
+        raise DsagenError(
+            "a SparseDecodePlan holds device memory and belongs to one stream, so it is neither copied nor pickled: "
+            "make another one with plan_sparse_decode"
+        )
+
     def launch(self, bound: Mapping[str, Number], call: Mapping[str, Number], stream: int) -> None:
         """Launch the op's kernels with the arguments of a binding and those of the call."""
         # One lock for both kernels: a second thread's main kernel must not come between them.
@@ -252,6 +273,8 @@ def make_outputs(t: DecodeTensors, d_v: int) -> tuple[torch.Tensor, torch.Tensor
     out, lse = t.out, t.lse
     if out is None:
         out = torch.empty((batch, s_q, heads, d_v), dtype=torch.bfloat16, device=t.q.device)
+        # A mode of torch that is active makes something else of it.
+        require_plain("out", out)
     if lse is None:
         lse = torch.empty((batch, s_q, heads), dtype=torch.float32, device=t.q.device).transpose(1, 2)
     return out, lse
@@ -283,10 +306,10 @@ def require_scale(softmax_scale: object) -> float:
     """The scale as a float; GuardError for what is no finite fp32 number."""
     if not isinstance(softmax_scale, int | float) or isinstance(softmax_scale, bool):
         raise GuardError(f"[T-12] softmax_scale: expected a number, found {type(softmax_scale).__name__}")
-    if not math.isfinite(softmax_scale) or abs(softmax_scale) * _LOG2_E > _FP32_MAX:
-        raise GuardError(
-            f"[T-12] softmax_scale: {softmax_scale} is no finite fp32 number: leave it out for the model's"
-        )
+    # Compared before anything is computed: an int may be too large for a float, and NaN compares false.
+    if not abs(softmax_scale) <= _FP32_MAX / _LOG2_E:
+        found = f"an integer of {softmax_scale.bit_length()} bits" if isinstance(softmax_scale, int) else softmax_scale
+        raise GuardError(f"[T-12] softmax_scale: {found} is no finite fp32 number: leave it out for the model's")
     return float(softmax_scale)
 
 
@@ -356,12 +379,26 @@ def _output_strides(t: DecodeTensors, batch: int, s_q: int, heads: int, d_v: int
     }
 
 
+def _new_workspace(needed_bytes: int, device: torch.device) -> torch.Tensor:
+    try:
+        workspace = torch.empty(needed_bytes, dtype=torch.uint8, device=device)
+    except RuntimeError as error:  # torch.OutOfMemoryError, and what the CPU's allocator raises
+        raise DeviceError(
+            f"workspace: {needed_bytes} B cannot be had on {device}: plan a smaller batch or fewer splits "
+            f"({str(error).splitlines()[0]})"
+        ) from None
+    # Under a mode of torch (FakeTensorMode, say) it would be memory in name only, and the plan may outlive the mode.
+    require_plain("workspace", workspace)
+    return workspace
+
+
 def _checked_workspace(workspace: torch.Tensor | None, needed_bytes: int, device: torch.device) -> torch.Tensor | None:
     """The caller's workspace, or a new one; None when none is needed."""
     if workspace is None:
-        return torch.empty(needed_bytes, dtype=torch.uint8, device=device) if needed_bytes else None
+        return _new_workspace(needed_bytes, device) if needed_bytes else None
     require_plain("workspace", workspace)
     require_device("workspace", workspace, device, "the plan")
+    require_memory("workspace", workspace)
     rule = TensorRule("workspace", ("uint8",), "[bytes]", (None,))
     require(rule, workspace)
     given = {"workspace_bytes": workspace.numel(), "workspace_address": workspace.data_ptr()}

@@ -44,6 +44,30 @@ def require_plain(name: str, tensor: object) -> None:
         )
 
 
+def require_memory(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor whose address and strides do not lead to its values."""
+    if tensor.is_nested:
+        found = "is a nested tensor"
+    elif tensor.layout is not torch.strided:
+        found = f"has the layout {str(tensor.layout).removeprefix('torch.')}"
+    elif not _has_address(tensor):
+        found = "has no memory of its own (inside torch.vmap, torch.func or a mode of torch, or its storage was freed)"
+    elif tensor.is_neg():
+        found = "is negated lazily (tensor.is_neg())"
+    else:
+        return
+    raise GuardError(
+        f"[T-14] {name}: {found}: pass a plain strided tensor that holds its values, outside of torch's transforms"
+    )
+
+
+def _has_address(tensor: torch.Tensor) -> bool:
+    try:
+        return tensor.numel() == 0 or tensor.data_ptr() != 0
+    except RuntimeError:  # what torch says of a tensor without storage
+        return False
+
+
 def require_device(name: str, tensor: torch.Tensor, expected: torch.device, expected_from: str) -> None:
     """Refuse a tensor on another device."""
     if tensor.device != expected:
@@ -124,11 +148,20 @@ def require_no_overlap(
             continue
         for other, other_first, other_last in ranges:
             if first < other_last and other_first < last and other != name:
-                raise GuardError(f"[T-08] {name}: its memory overlaps that of {other}: pass an output of its own")
+                raise GuardError(f"[T-08] {name}: its memory overlaps that of {other}: pass {_separate(name)}")
+
+
+def _separate(name: str) -> str:
+    return "one that serves nothing else" if name == "workspace" else "an output of its own"
 
 
 def signature(tensor: torch.Tensor | None) -> tuple[Any, ...] | None:
-    """All that the checks of a plain tensor read, except memory ranges: equal signatures pass or fail alike."""
+    """All that the checks of a plain tensor read, except memory ranges: equal signatures pass or fail alike.
+
+    RuntimeError for a tensor without strides or storage.
+    """
     if tensor is None:
         return None
-    return (tensor.dtype, tensor.device, tensor.shape, tensor.stride(), tensor.data_ptr() & 15)
+    address = tensor.data_ptr()
+    alignment = address & 15 if address else None
+    return (tensor.dtype, tensor.device, tensor.shape, tensor.stride(), alignment, tensor.is_neg())

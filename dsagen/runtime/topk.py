@@ -21,6 +21,7 @@ from dsagen.runtime.tensors import (
     TensorRule,
     require,
     require_device,
+    require_memory,
     require_no_overlap,
     require_plain,
     require_separate_elements,
@@ -72,9 +73,9 @@ def table_and_page_size(
     `with_table` says that table_of_row or table_starts is given. GuardError for what does not go together.
     """
     if page_table is not None and candidate_blocks is not None:
-        raise GuardError("[T-14] candidate_blocks: given with page_table, and an index goes through one: drop either")
+        raise GuardError("[T-15] candidate_blocks: given with page_table, and an index goes through one: drop either")
     if page_table is None and (page_size is not None or with_table):
-        raise GuardError("[T-14] page_size, table_of_row, table_starts: nothing reads them without page_table: pass it")
+        raise GuardError("[T-15] page_size, table_of_row, table_starts: nothing reads them without page_table: pass it")
     if candidate_blocks is not None:
         return candidate_blocks, CANDIDATE_BLOCK
     return page_table, 1 if page_size is None else require_int("page_size", page_size)
@@ -95,6 +96,7 @@ def bind(t: TopkTensors, options: TopkOptions, spec: DeploymentSpec, driver: Dri
         raise GuardError(f"[T-03] scores: on {t.scores.device}, expected a CUDA device: move it with scores.to('cuda')")
     for name, tensor in t.given():
         require_device(name, tensor, t.scores.device, "scores")
+        require_memory(name, tensor)
     assert spec.scores is not None
     require(TensorRule("scores", (_TORCH_SCORES[spec.scores],), "[rows, width]", (None, None)), t.scores)
     rows, width = (int(size) for size in t.scores.shape)

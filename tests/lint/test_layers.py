@@ -17,7 +17,21 @@ PACKAGE = ROOT / "dsagen"
 # Lowest first; a module may import from its own layer and from those before it.
 LAYERS = (
     ("leaf", ("errors", "knobs", "log")),
-    ("facts", ("spec", "spec_defaults", "spec_problems", "spec_source", "slug", "arch", "kv_format", "dtype", "model")),
+    (
+        "facts",
+        (
+            "spec",
+            "spec_defaults",
+            "spec_problems",
+            "spec_source",
+            "spec_values",
+            "slug",
+            "arch",
+            "kv_format",
+            "dtype",
+            "model",
+        ),
+    ),
     ("core", ("matrix", "plan", "guard", "limits", "family", "division")),
     ("families", ("families",)),
     ("render", ("render",)),

@@ -1,6 +1,7 @@
 """Evidence rows: what they are keyed by, what a rung is, where they may be written."""
 
 import json
+import os
 from dataclasses import replace
 
 import pytest
@@ -131,6 +132,35 @@ def test_a_damaged_line_is_left_out_and_logged(unit, tmp_path, caplog):
     path.write_text(line + "{half\n" + line.replace('"kind"', '"sort"') + line.replace("conformance", "rumour") + line)
     assert len(read_rows(path)) == 2
     assert sum("no evidence row" in record.message for record in caplog.records) == 3
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        ("date", None), ("passed", "9"), ("passed", True), ("failed", -1), ("not_run", 1.5), ("device", ["H200"]),
+        ("device", "H200\x1b[31m\n"), ("toolchain", {}), ("evidence_hash", []), ("flags", [3]), ("seed", "1"),
+        ("worst", 3), ("figures", None), ("kind", []),
+    ],
+)  # fmt: skip
+def test_a_column_of_another_kind_makes_no_row(unit, tmp_path, caplog, column, value):
+    path = tmp_path / "x.jsonl"
+    row = json.loads(conformance(unit).to_line())
+    path.write_text(json.dumps({**row, column: value}) + "\n" + json.dumps(row) + "\n")
+    assert read_rows(path) == (conformance(unit),)
+    assert f"{path}:1: no evidence row" in caplog.text
+
+
+def test_files_that_are_no_evidence_are_logged(unit, tmp_path, caplog):
+    folder = tmp_path / "evidence"
+    (folder / "folder.jsonl").mkdir(parents=True)
+    os.mkfifo(folder / "pipe.jsonl")
+    (folder / "loop.jsonl").symlink_to("loop.jsonl")
+    (folder / "bytes.jsonl").write_bytes(b"\xff\n" + conformance(unit).to_line().encode())
+    (folder / "deep.jsonl").write_text("[" * 10**5)
+    rows = load_evidence(Store([tmp_path]))
+    assert [row for row in rows if row == conformance(unit)] == [conformance(unit)]
+    for name in ("folder", "pipe", "loop", "bytes", "deep"):
+        assert str(folder / f"{name}.jsonl") in caplog.text
 
 
 def test_shipped_rows_are_whole():

@@ -78,6 +78,13 @@ def test_parses(monkeypatch, knob, text, value):
         (knobs.NVCC, "nvcc", "absolute"),
         (knobs.NVCC, "~nobody-of-this-name/nvcc", "cannot expand"),
         (knobs.PEER_SITE, "/no/such/folder", "no such folder"),
+        (knobs.PEER_SITE, "/" + "x" * 5000, "cannot be read (File name too long)"),
+        (knobs.MAX_JOBS, "\u0661", "whole number"),
+        (knobs.MAX_JOBS, "9" * 5000, "whole number"),
+        (knobs.JOB_MEM_GB, f"0.{'0' * 310}1", "0.001 to 1e+06 GiB"),
+        (knobs.JOB_MEM_GB, "9" * 400, "0.001 to 1e+06 GiB"),
+        (knobs.EXTRA_NVCC_FLAGS, "-D\udcff", "character 2 is no UTF-8"),
+        (knobs.CACHE_DIR, "/store\udcff", "character 6 is no UTF-8"),
     ],
 )
 def test_a_bad_value_names_variable_value_and_what_is_allowed(monkeypatch, knob, text, allowed):
@@ -88,6 +95,12 @@ def test_a_bad_value_names_variable_value_and_what_is_allowed(monkeypatch, knob,
     assert message.startswith(f"{knob.name}={text!r}: ")
     assert allowed in message
     assert caught.value.exit_code == 2
+
+
+def test_what_nvcc_reads_by_itself_must_be_text(monkeypatch):
+    monkeypatch.setenv("NVCC_APPEND_FLAGS", "-D\udcff")
+    with pytest.raises(KnobError, match=r"^NVCC_APPEND_FLAGS='-D\\udcff': character 2 is no UTF-8"):
+        knobs.code_changing_environment()
 
 
 def test_max_jobs_of_other_tools_is_the_fallback(monkeypatch):

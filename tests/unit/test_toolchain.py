@@ -57,6 +57,10 @@ def test_the_order_of_the_search(monkeypatch, tmp_path):
         ("exit 3\n", "failed with exit code 3"),
         ("echo broken >&2; exit 1\n", r"exit code 1 \(broken\)"),
         ("echo gcc 12.2\n", "prints no version"),
+        ("printf '\\377\\200'\n", "prints no version"),
+        ("printf 'V%06000d.0.88' 9\n", "prints no version"),
+        ("printf '\\377bad' >&2; exit 3\n", r"exit code 3 \(\ufffdbad\)"),
+        ("cat; echo waited\n", "prints no version"),
     ],
 )
 def test_a_bad_explicit_nvcc_is_an_error_even_if_others_would_do(monkeypatch, tmp_path, body, reason):
@@ -69,6 +73,16 @@ def test_a_bad_explicit_nvcc_is_an_error_even_if_others_would_do(monkeypatch, tm
         find_toolchain()
     assert str(caught.value).startswith(f"DSAGEN_NVCC={str(bad)!r}: ")
     assert caught.value.exit_code == 3
+
+
+def test_places_that_may_not_be_looked_into(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDA_HOME", "/" + "x" * 5000)
+    with pytest.raises(ToolchainError, match="is not an existing folder"):
+        find_toolchain()
+    monkeypatch.delenv("CUDA_HOME")
+    monkeypatch.setenv("PATH", f"/{'x' * 5000}:{tmp_path / 'good' / 'bin'}:{os.environ['PATH']}")
+    nvcc = write_toolchain(tmp_path / "good")
+    assert find_toolchain().nvcc == nvcc
 
 
 def test_a_file_that_cannot_be_executed(monkeypatch, tmp_path):
