@@ -133,6 +133,47 @@ def test_a_row_with_more_candidates_than_the_buffer_that_is_built_holds(score: s
     check(Call(np.full((1, 12_000), 0.5), 4096, score, block=BUILT))
 
 
+def reported_rows(name: str) -> tuple[np.ndarray, int]:
+    """A row and k on which some selection went wrong."""
+    random = np.random.default_rng(len(name))
+    match name:
+        case "8192 scores in one coarse bin":
+            return from_bits(0x3F800000 + random.permutation(16_384)[:8192]), 2048
+        case "few above many ties":
+            return random.permutation(
+                np.concatenate([random.random(500) + 2, np.full(3000, 1.0), np.zeros(3000)])
+            ), 2048
+        case "low 10 bits in a long row":
+            return from_bits(0x3F900000 + random.integers(0, 1024, 12_000)), 2048
+        case "some NaN":
+            return with_nan(random, 3000), 512
+        case "only NaN":
+            return np.full(3000, NAN), 512
+        case "1000 positives among zeros":
+            return random.permutation(np.concatenate([random.random(1000) + 1, np.zeros(7192)])), 2048
+    raise ValueError(name)
+
+
+REPORTED = (
+    "8192 scores in one coarse bin",
+    "few above many ties",
+    "low 10 bits in a long row",
+    "some NaN",
+    "only NaN",
+    "1000 positives among zeros",
+)
+
+
+@pytest.mark.parametrize("name", REPORTED)
+def test_reported_rows(name: str) -> None:
+    scores, k = reported_rows(name)
+    call = Call(scores[None].astype(np.float32), k, block=BUILT)
+    first = check(call)
+    assert (first.out >= 0).all() and len(set(first.out[0])) == k
+    for seed in (2, 3):
+        assert np.array_equal(launch(replace(call, seed=seed)).out, first.out)
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "sm_100a", "sm_120a"])
 def test_other_archs(arch: str) -> None:
     check(Call(rows_of("plateau", 2, 5000), 512, block=BUILT, arch=arch))
@@ -205,6 +246,12 @@ def test_rows_that_are_taken_whole_are_not_read(score: str) -> None:
     for reads in (replace(call, k=63), replace(call, drops_neg_inf=True)):
         with pytest.raises(HostModelError, match="scores"):
             launch(reads)
+
+
+@pytest.mark.parametrize("score", ["fp32", "bf16"])
+def test_rows_past_32_bits_of_elements(score: str) -> None:
+    # The rows before the last are empty, so the memory between them is not needed.
+    check(Call(rows_of("normal", 3), 60, score, lengths=(0, 0, ROW), far=True))
 
 
 def test_a_full_buffer_costs_a_sweep_and_nothing_else() -> None:

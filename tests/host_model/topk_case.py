@@ -15,6 +15,7 @@ from dsagen.plan import Variant
 
 UNSELECTED = -1
 ROW_GAP = 5  # elements between rows
+FAR_ROW = (1 << 32) + 64
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class Call:
     block: Block | None = SMALL
     misaligned: int = 0  # elements by which the first row is off a multiple of 16 B
     unreadable: bool = False  # no score but the first lies in memory
+    far: bool = False  # rows are further apart than 32 bits of elements reach, and only the last one lies in memory
     arch: str = "sm_90a"
     seed: int = 1
 
@@ -88,10 +90,12 @@ def launch(call: Call) -> Result:
     host_kernel = kernel(call.score, call.block, call.arch)
     words, memory = words_of(call), Memory()
     rows, width = words.shape
-    stride = width + ROW_GAP
-    buffer = np.full(call.misaligned + rows * stride, -1, np.int64).astype(words.dtype)  # NaN wherever no row is
+    stride = FAR_ROW if call.far else width + ROW_GAP
+    buffer = np.full(call.misaligned + rows * (width + ROW_GAP), -1, np.int64).astype(
+        words.dtype
+    )  # NaN wherever no row is
     for row in range(rows):
-        begin = call.misaligned + row * stride
+        begin = call.misaligned + row * (width + ROW_GAP)
         buffer[begin : begin + width] = words[row]
     scores = memory.input("scores", buffer[:1] if call.unreadable else buffer)[call.misaligned :]
     out = memory.output("out", (rows, call.k + 3), np.int32)
@@ -105,8 +109,9 @@ def launch(call: Call) -> Result:
     def rows_of(name: str, values: tuple[int, ...] | None) -> np.ndarray | None:
         return None if values is None else memory.input(name, np.array(values, np.int32))
 
+    last_row = scores[(rows - 1) * (width + ROW_GAP) :] if call.far else scores
     params = {
-        "scores": scores,
+        "scores": last_row.ctypes.data - (rows - 1) * FAR_ROW * words.itemsize if call.far else scores,
         "row_stride": stride,
         "width": width,
         "k": call.k,
