@@ -372,7 +372,9 @@ def test_every_problem_is_reported_at_once():
 
 
 def test_a_number_too_long_to_print_is_still_refused():
-    with pytest.raises(SpecError, match="heads: is an integer of 16610 bits: no number in a spec has more than 18 digits"):
+    with pytest.raises(
+        SpecError, match="heads: is an integer of 16610 bits: no number in a spec has more than 18 digits"
+    ):
         load_spec({**BASE, "heads": 10**5000})
 
 
