@@ -67,3 +67,9 @@ def own_environment(session_store: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
         monkeypatch.delenv(name)
     monkeypatch.setenv("DSAGEN_CACHE_DIR", str(session_store))
     yield
+
+
+@pytest.fixture
+def no_evidence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No shipped evidence, so that a test does not depend on what has been recorded."""
+    monkeypatch.setattr("dsagen.evidence.shipped_folder", lambda: tmp_path / "no-evidence")

@@ -68,7 +68,7 @@ def test_list_shows_every_shipped_spec_and_why_one_is_refused(capsys):
     assert "extra_kv (v41_fp4_interleaved): a second cache in the same softmax is not built yet" in line
 
 
-@pytest.mark.usefixtures("empty_store")
+@pytest.mark.usefixtures("empty_store", "no_evidence")
 def test_list_as_json(capsys, spec_file):
     (spec,) = run_json(capsys, "list", spec_file)["specs"]
     assert (spec["spec"], spec["complete"]) == ("mine", True)
@@ -198,6 +198,7 @@ def test_render_writes_complete_text(capsys, spec_file, tmp_path):
 
 
 @pytest.mark.compile
+@pytest.mark.usefixtures("no_evidence")
 def test_build_lists_compiles_and_then_finds_everything(capsys, spec_file, tmp_path):
     options = ["build", spec_file, "--arch", "sm_90a", "--out", str(tmp_path)]
     code, out, err = run(capsys, *options, "--force")

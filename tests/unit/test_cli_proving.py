@@ -136,6 +136,7 @@ def compiled_units(session_store):
 
 
 @pytest.mark.compile
+@pytest.mark.usefixtures("no_evidence")
 def test_bench_prints_records_and_compares(capsys, swept, figures, compiled_units, tmp_path):
     file = tmp_path / "rows.jsonl"
     code, out, _ = run(capsys, "bench", "v32_h16", "--peers", "--record", str(file))
@@ -169,6 +170,7 @@ def test_a_kernel_that_did_not_run_gets_no_row(compiled_units, figures, tmp_path
 
 
 @pytest.mark.compile
+@pytest.mark.usefixtures("no_evidence")
 def test_a_benchmark_is_in_the_store_and_no_rung_without_a_check(compiled_units, figures, session_store, tmp_path):
     store = Store([tmp_path, session_store])
     record_figures(load_spec("v32_h16"), [figures], store=store)
