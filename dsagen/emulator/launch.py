@@ -43,6 +43,7 @@ def launch(
     *,
     seed: int = 0,
     os_threads: int = 1,
+    races: bool = True,
     instruction_limit: int = INSTRUCTION_LIMIT,
     library_folder: Path | None = None,
 ) -> Counts:
@@ -50,9 +51,10 @@ def launch(
 
     `params` is the argument block, little-endian, as the kernel's parameters are laid out; pointers are addresses that
     `memory.add` returned. Seed 0 runs warps in turn and lands asynchronous copies as late as it may; any other seed
-    draws both, and repeats exactly with one OS thread. `instruction_limit` is per CTA. EmulatorError for PTX that does
-    not parse, a launch that does not fit the kernel, and whatever a kernel must not do: the message names the kernel,
-    the PTX and CUDA line, the thread, and for a deadlock who waits where.
+    draws both, and repeats exactly. `races` looks for accesses of shared memory that nothing orders; a launch is faster
+    without. `instruction_limit` is per CTA. EmulatorError for PTX that does not parse, a launch that does not fit the
+    kernel, and whatever a kernel must not do: the message names the kernel, the PTX and CUDA line, the thread, and for
+    a deadlock who waits where.
     """
     library = load_library(library_folder)
     program = _program(ptx, entry, library_folder)
@@ -86,6 +88,7 @@ def launch(
         grid=extents,
         block=threads,
         os_threads=os_threads,
+        races=races,
         seed=seed,
         instruction_limit=instruction_limit,
     )

@@ -49,6 +49,7 @@ class LaunchBlock(ctypes.Structure):
         ("grid", ctypes.c_uint32 * 3),
         ("block", ctypes.c_uint32 * 3),
         ("os_threads", ctypes.c_uint32),
+        ("races", ctypes.c_uint32),
         ("seed", ctypes.c_uint64),
         ("instruction_limit", ctypes.c_uint64),
         ("counters", ctypes.c_uint64 * 4),

@@ -17,6 +17,8 @@ _TYPE_BYTES |= {"s32": 4, "f32": 4, "f16x2": 4, "b64": 8, "u64": 8, "s64": 8, "f
 _NAME = r"[A-Za-z_$%][\w$]*"
 _TOKEN = re.compile(r"\s+|//[^\n]*|/\*.*?\*/", re.DOTALL)
 _LABEL = re.compile(rf"({_NAME})\s*:(?!:)")
+# These end with their line.
+_LINE_DIRECTIVE = re.compile(r"\.(?:loc|file|version|target|address_size|section)\b")
 _LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)")
 _REG = re.compile(r"\.reg\s+\.(\w+)\s+(.*)\Z", re.DOTALL)
 _VARIABLE = re.compile(
@@ -207,7 +209,7 @@ def _pieces(text: str) -> Iterator[_Piece]:
             yield _Piece("open" if text[at] == "{" else "close", text[at], line, cuda_line)
             at += 1
             continue
-        if text.startswith((".loc", ".file", ".version", ".target", ".address_size", ".section"), at):
+        if _LINE_DIRECTIVE.match(text, at) is not None:
             end = text.find("\n", at)
             end = size if end < 0 else end
             loc = _LOC.match(text, at)

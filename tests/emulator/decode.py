@@ -24,7 +24,7 @@ from dsagen.check.probes import gates_for
 from dsagen.emulator import Counts, Memory
 from dsagen.families.sparse_decode.family import FAMILY, NAME, plan_main
 from dsagen.families.sparse_decode.op import DecodeShape, page_divisor, partition
-from dsagen.families.sparse_decode.reference import sparse_decode_reference
+from dsagen.families.sparse_decode.reference import DecodeReference, sparse_decode_reference
 from dsagen.kv_format import kv_format
 from dsagen.plan import KernelPlan, Variant
 from dsagen.render import render
@@ -39,9 +39,7 @@ class Kernel:
     plan: KernelPlan
     ptx: str
 
-    def launch(
-        self, grid: int, values: Mapping[str, float], memory: Memory, seed: int = 0, folder: Path | None = None
-    ) -> Counts:
+    def launch(self, grid: int, values: Mapping[str, float], memory: Memory, seed: int = 0) -> Counts:
         block = bytearray(self.plan.params_bytes)
         for field in self.plan.params:
             struct.pack_into("<" + _PACK[field.ctype], block, field.offset_bytes, values[field.name])
@@ -81,11 +79,24 @@ def combine_kernel(d_v: int, arch: str) -> Kernel:
     return Kernel(plan, compile_ptx(render(plan).text, arch))
 
 
+@cache
+def inputs_of(case: DecodeCase, fmt: str, heads: int) -> DecodeInputs:
+    return make_inputs(case, kv_format(fmt), heads, torch.device("cpu"), torch.Generator().manual_seed(11))
+
+
+@cache
+def reference_of(case: DecodeCase, fmt: str, heads: int) -> DecodeReference:
+    inputs = inputs_of(case, fmt, heads)
+    return sparse_decode_reference(
+        inputs.q, inputs.record, inputs.caches, inputs.indices,
+        sm_scale=inputs.sm_scale, topk_length=inputs.topk_length, attn_sink=inputs.attn_sink,
+    )  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Run:
     """Results of a call, bf16 out [b, s_q, h, d_v] and fp32 lse [b, h, s_q], and what the main kernel did."""
 
-    inputs: DecodeInputs
     out: torch.Tensor
     lse: torch.Tensor
     counts: Counts
@@ -96,7 +107,7 @@ def run(
 ) -> Run:
     """Main and, for several splits, combine. `main` replaces the kernel that would be compiled."""
     record = kv_format(fmt)
-    inputs = make_inputs(case, record, heads, torch.device("cpu"), torch.Generator().manual_seed(11))
+    inputs = inputs_of(case, fmt, heads)
     main = main or main_kernel(fmt, heads, arch)
     shape = DecodeShape(case.batch, case.s_q, heads, case.topk)
     part = partition(shape, main.plan, 132, "off", splits)
@@ -138,7 +149,7 @@ def run(
     counts = main.launch(part.main_ctas, arguments, memory, seed)
     if splits > 1:
         combine_kernel(record.d_v, arch).launch(part.combine_ctas, values, memory, seed)
-    return Run(inputs, out, lse, counts)
+    return Run(out, lse, counts)
 
 
 def _base(tensor: torch.Tensor) -> torch.Tensor:
@@ -152,15 +163,11 @@ def _strides(name: str, tensor: torch.Tensor) -> dict[str, int]:
     return {f"{name}_stride_{axis}": tensor.stride(n) for n, axis in enumerate("bsh")}
 
 
-def problem(case: DecodeCase, found: Run) -> str:
+def problem(case: DecodeCase, fmt: str, found: Run) -> str:
     """What is wrong with the results, empty when nothing is."""
-    inputs, record = found.inputs, found.inputs.record
-    want = sparse_decode_reference(
-        inputs.q, record, inputs.caches, inputs.indices,
-        sm_scale=inputs.sm_scale, topk_length=inputs.topk_length, attn_sink=inputs.attn_sink,
-    )  # fmt: skip
-    gates = gates_for(case.values, want.peak)
+    record = kv_format(fmt)
+    want = reference_of(case, fmt, found.out.shape[2])
     rows = case.batch * case.s_q
-    group_dims = record.scale_group_dims or 128
     out, lse = found.out.reshape(rows, -1, record.d_v), found.lse.reshape(rows, -1)
-    return compare_decode(out, lse, want.out, want.lse, group_dims, gates).problem
+    gates = gates_for(case.values, want.peak)
+    return compare_decode(out, lse, want.out, want.lse, record.scale_group_dims or 128, gates).problem

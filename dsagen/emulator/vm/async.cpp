@@ -21,6 +21,19 @@ u8* barrier_bytes(Cta& cta, u32 address, const char* what) {
   return at;
 }
 
+// The same for a warp, which has to know of the initialisation.
+u8* barrier_bytes(Warp& w, u32 address, const char* what) {
+  u8* at = barrier_bytes(*w.cta, address, what);
+  if (w.cta->races.on) w.cta->races.check_initialised(*w.cta, w, address - kSharedReserve);
+  return at;
+}
+
+// Before an arrival of the warp: what it did so far happens before the end of the phase.
+void release(Warp& w, u32 address, const char* what) {
+  barrier_bytes(w, address, what);
+  if (w.cta->races.on) w.cta->races.release(w.index, w.cta->mbarriers[address].arriving);
+}
+
 Mbarrier load(const u8* at) {
   u64 word;
   std::memcpy(&word, at, 8);
@@ -34,9 +47,14 @@ u64 packed(const Mbarrier& b) {
 }
 
 // Stores the barrier, and turns its phase where nothing is pending any more.
-void settle(Cta& cta, u8* at, Mbarrier b) {
+void settle(Cta& cta, u32 address, u8* at, Mbarrier b) {
   if (b.bytes <= -kByteBias || b.bytes >= kByteBias) fail("mbarrier: %d announced bytes are out of range", b.bytes);
-  if (b.pending == 0 && b.bytes == 0) b.phase ^= 1, b.pending = b.expected;
+  if (b.pending == 0 && b.bytes == 0) {
+    b.phase ^= 1, b.pending = b.expected;
+    MbarrierClocks& clocks = cta.mbarriers[address];
+    clocks.completed.swap(clocks.arriving);
+    clocks.arriving.clear();
+  }
   const u64 word = packed(b);
   std::memcpy(at, &word, 8);
   cta.progress++;
@@ -50,7 +68,7 @@ u64 arrive(Cta& cta, u32 address, i32 count, i32 bytes, const char* what) {
     fail("%s: %d arrivals at the mbarrier at shared byte %u, whose phase waits for %d", what, count, address - kSharedReserve, b.pending);
   b.pending -= count;
   b.bytes += bytes;
-  settle(cta, at, b);
+  settle(cta, address, at, b);
   return token;
 }
 
@@ -62,8 +80,9 @@ void init(Warp& w, const Ins& i, u32 mask) {
     if (count == 0 || count > kMostArrivals) fail("mbarrier.init: count %u is outside 1 to %u", count, kMostArrivals);
     if (address % 8 != 0) fail("mbarrier.init: shared address %#x is misaligned", address);
     u8* at = shared_bytes(cta, address, 8, "mbarrier.init");
-    if (!cta.mbarriers.emplace(address, w.now).second)
+    if (!cta.mbarriers.emplace(address, MbarrierClocks()).second)
       fail("mbarrier.init: shared byte %u holds an mbarrier already", address - kSharedReserve);
+    if (cta.races.on) cta.races.access(cta, w, address - kSharedReserve, 8, true);
     const u64 word = packed({static_cast<i32>(count), static_cast<i32>(count), 0, 0});
     std::memcpy(at, &word, 8);
     std::memset(cta.shared_valid.data() + (at - cta.shared.data()), 1, 8);
@@ -74,7 +93,7 @@ void inval(Warp& w, const Ins& i, u32 mask) {
   VM_OPERANDS;
   each_lane(mask, [&](int l) {
     const u32 address = narrow_address(w, x, l);
-    u8* at = barrier_bytes(*w.cta, address, "mbarrier.inval");
+    u8* at = barrier_bytes(w, address, "mbarrier.inval");
     w.cta->mbarriers.erase(address);
     std::memset(w.cta->shared_valid.data() + (at - w.cta->shared.data()), 0, 8);
   });
@@ -85,6 +104,7 @@ void arrive_count(Warp& w, const Ins& i, u32 mask) {
   VM_OPERANDS;
   each_lane(mask, [&](int l) {
     const i32 count = static_cast<i32>(w.row(x[4])[l]);
+    release(w, narrow_address(w, x + 1, l), "mbarrier.arrive");
     put<u64>(w.row(x[0]), l, arrive(*w.cta, narrow_address(w, x + 1, l), count, 0, "mbarrier.arrive"));
   });
 }
@@ -94,6 +114,7 @@ void arrive_expect(Warp& w, const Ins& i, u32 mask) {
   VM_OPERANDS;
   each_lane(mask, [&](int l) {
     const i32 bytes = static_cast<i32>(w.row(x[4])[l]);
+    release(w, narrow_address(w, x + 1, l), "mbarrier.arrive.expect_tx");
     put<u64>(w.row(x[0]), l, arrive(*w.cta, narrow_address(w, x + 1, l), 1, bytes, "mbarrier.arrive.expect_tx"));
   });
 }
@@ -115,9 +136,10 @@ void wait(Warp& w, const Ins& i, u32 mask) {
     const u32 address = narrow_address(w, x + 1, l);
     const u32 parity = i.imm == 1 ? w.row(x[4])[l + kLanes] >> 31 : w.row(x[4])[l];
     if (parity > 1) fail("mbarrier wait: parity %u is neither 0 nor 1", parity);
-    if (load(barrier_bytes(*w.cta, address, "mbarrier wait")).phase != parity)
+    if (load(barrier_bytes(w, address, "mbarrier wait")).phase != parity) {
       done |= 1u << l;
-    else
+      if (w.cta->races.on) w.cta->races.acquire(w.index, w.cta->mbarriers[address].completed);
+    } else
       w.poll_address = address, w.poll_parity = parity, w.poll_pc = w.now;
   });
   w.set_predicate(x[0], mask, done);
@@ -142,6 +164,9 @@ void land(Cta& cta, const Pending& p) {
   std::memset(at + p.copied, 0, p.bytes - p.copied);
   std::memset(cta.shared_valid.data() + (at - cta.shared.data()), 1, p.bytes);
   cta.counters[kCopiedBytes] += p.bytes;
+  if (!cta.races.on) return;
+  cta.landed[p.thread] = cta.races.land(p.destination - kSharedReserve, p.bytes);
+  if (p.kind == Pending::kBulk) cta.races.release_landing(cta.landed[p.thread], cta.mbarriers[p.barrier].arriving);
 }
 
 // Does what is pending at `index`; false where a copy of the thread has to land first. The entry is then empty.
@@ -149,6 +174,7 @@ bool finish(Cta& cta, size_t index) {
   Pending& p = cta.pending[index];
   if (p.kind == Pending::kArrive) {
     if (has_earlier_copy(cta, index)) return false;
+    if (cta.races.on) cta.races.release_landing(cta.landed[p.thread], cta.mbarriers[p.barrier].arriving);
     arrive(cta, p.barrier, 1, 0, "cp.async.mbarrier.arrive");
     p.barrier = 0;
   } else {
@@ -172,6 +198,7 @@ bool at_once(Cta& cta) { return cta.launch->seed != 0 && cta.random.below(3) == 
 void issue(Cta& cta, const Pending& p, const char* what) {
   if (p.kind != Pending::kArrive) {
     u8* at = shared_bytes(cta, p.destination, p.bytes, what);
+    if (cta.races.on) cta.races.issue(cta, cta.warps[p.thread / kLanes], p.destination - kSharedReserve, p.bytes);
     std::memset(at, 0xff, p.bytes);
     std::memset(cta.shared_valid.data() + (at - cta.shared.data()), 0, p.bytes);
     if (p.copied != 0) global_source(cta, p.source, p.copied, cta.warps[p.thread / kLanes].grid_waited & p.lane_bit);
@@ -209,6 +236,8 @@ void wait_copies(Warp& w, const Ins& i, u32 mask) {
     const u32 committed = cta.commit_groups[p.thread];
     if (i.imm < 0 || p.group + static_cast<u32>(i.imm) < committed) finish(cta, n);
   }
+  if (cta.races.on)
+    each_lane(mask, [&](int l) { cta.races.acquire_landing(w.index, cta.landed[w.thread(l)]); });
   sweep(cta);
 }
 
@@ -218,11 +247,11 @@ void arrive_after_copies(Warp& w, const Ins& i, u32 mask) {
   Cta& cta = *w.cta;
   each_lane(mask, [&](int l) {
     const u32 address = narrow_address(w, x, l);
-    u8* at = barrier_bytes(cta, address, "cp.async.mbarrier.arrive");
+    u8* at = barrier_bytes(w, address, "cp.async.mbarrier.arrive");
     if (i.imm == 1) {
       Mbarrier b = load(at);
       b.pending++;
-      settle(cta, at, b);
+      settle(cta, address, at, b);
     }
     issue(cta, {Pending::kArrive, static_cast<u32>(w.thread(l)), 0, 0, 0, 0, 0, address, w.now, 1u << l}, "");
   });
@@ -237,7 +266,7 @@ void copy_bulk(Warp& w, const Ins& i, u32 mask) {
     const u64 source = wide_address(w, x + 3, l);
     if (bytes == 0 || bytes % 16 != 0) fail("cp.async.bulk: %u bytes are no positive multiple of 16", bytes);
     if (destination % 16 != 0 || source % 16 != 0) fail("cp.async.bulk: an address is no multiple of 16");
-    barrier_bytes(*w.cta, barrier, "cp.async.bulk");
+    barrier_bytes(w, barrier, "cp.async.bulk");
     issue(*w.cta, {Pending::kBulk, static_cast<u32>(w.thread(l)), 0, destination, bytes, bytes, source, barrier, w.now, 1u << l}, "cp.async.bulk");
   });
 }

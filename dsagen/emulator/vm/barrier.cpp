@@ -25,6 +25,7 @@ void release(Cta& cta, int id, Mode mode) {
         continue;
       }
       warp.runnable |= stand.mask;
+      if (cta.races.on) cta.races.acquire(warp.index, done.clock);
       if (mode == kRedPopc)
         each_lane(stand.mask, [&](int l) { warp.row(stand.result)[l] = done.count; });
       else if (mode != kSync)
@@ -59,6 +60,7 @@ void bar(Warp& w, const Ins& i, u32 mask) {
     barrier.all &= votes == mask;
     barrier.count += static_cast<u32>(__builtin_popcount(votes));
   }
+  if (cta.races.on) cta.races.release(w.index, barrier.clock);
   cta.progress++;
   if (mode != kArrive) {
     w.set_pc(w.group, w.now + 1);

@@ -65,6 +65,7 @@ Cta::Cta(const Launch& given, const std::vector<Region>& all) : launch(&given), 
   auto base = reinterpret_cast<u32*>((reinterpret_cast<uintptr_t>(storage.data()) + 63) & ~uintptr_t(63));
   warps.resize(count);
   commit_groups.resize(static_cast<size_t>(count) * kLanes);
+  landed.resize(static_cast<size_t>(count) * kLanes);
   for (u32 n = 0; n < count; n++) {
     Warp& w = warps[n];
     w.cta = this;
@@ -81,8 +82,6 @@ Cta::Cta(const Launch& given, const std::vector<Region>& all) : launch(&given), 
 // Kinds: 0 the value itself, else a special register.
 void Cta::load_specials(Warp& w) {
   const Launch& g = *launch;
-  const u32 grid_ctas = g.grid[0] * g.grid[1] * g.grid[2];
-  (void)grid_ctas;
   for (u32 n = 0; n < g.preload_count; n++) {
     const Preload& p = g.preloads[n];
     u32* row = w.row(static_cast<u16>(p.slot));
@@ -120,6 +119,9 @@ void Cta::reset(u32 linear) {
   shared_valid.assign(launch->shared_bytes, 0);
   for (NamedBarrier& barrier : barriers) barrier = NamedBarrier();
   mbarriers.clear();
+  races.on = launch->races != 0;
+  if (races.on) races.reset(static_cast<u32>(warps.size()), launch->shared_bytes);
+  std::fill(landed.begin(), landed.end(), 0);
   pending.clear();
   std::fill(commit_groups.begin(), commit_groups.end(), 0);
   executed = 0;

@@ -65,7 +65,7 @@ struct Launch {
   u32 instructions, slots, predicates, preload_count, region_count, param_bytes;
   u32 local_bytes, shared_bytes, dynamic_shared_bytes;
   u32 grid[3], block[3];
-  u32 os_threads;
+  u32 os_threads, races;
   u64 seed;
   u64 instruction_limit;
   u64 counters[4];  // out: warp instructions, completed barriers, matrix products, bytes copied asynchronously
@@ -142,7 +142,46 @@ struct Pending {
   u32 lane_bit;
 };
 
+using Clock = std::vector<u32>;
+
+// What races.cpp keeps of a CTA.
+struct RaceDetector {
+  struct Write {
+    u32 clock = 0;
+    u16 agent = 0;
+    bool narrow = false;
+    u32 pc = 0;
+  };
+  bool on = false;
+  u32 agents = 0;  // warps, then the asynchronous engine
+  u32 landings = 0;
+  std::vector<u32> clocks;       // [warp][agent]
+  std::vector<Write> writes;     // last one of each word
+  std::vector<u32> reads;        // [word][agent], clock of its last read
+  std::vector<u32> read_places;  // [word], pc of the last read
+
+  u32* clock_of(u32 warp) { return &clocks[static_cast<size_t>(warp) * agents]; }
+  void reset(u32 warp_count, u32 shared_bytes);
+  void release(u32 warp, Clock& into);
+  void acquire(u32 warp, const Clock& from);
+  void release_landing(u32 landing, Clock& into);
+  void acquire_landing(u32 warp, u32 landing);
+  void access(const Cta& cta, const Warp& w, u32 offset, u32 bytes, bool write);
+  void issue(const Cta& cta, const Warp& w, u32 offset, u32 bytes);
+  u32 land(u32 offset, u32 bytes);
+  void check_initialised(const Cta& cta, const Warp& w, u32 offset);
+
+ private:
+  void check_write(const Cta& cta, u32 warp, u32 word, bool narrow);
+};
+
+// Clocks of an mbarrier: collected in the running phase, and of the one that completed last.
+struct MbarrierClocks {
+  Clock arriving, completed;
+};
+
 struct NamedBarrier {
+  Clock clock;
   u32 arrived = 0, expected = 0;
   bool any = false, all = true;
   u32 count = 0;  // true predicates
@@ -155,7 +194,9 @@ struct Cta {
   std::vector<u32> storage;
   std::vector<Warp> warps;
   NamedBarrier barriers[16];
-  std::unordered_map<u32, u32> mbarriers;  // address -> pc of its init
+  std::unordered_map<u32, MbarrierClocks> mbarriers;  // by address
+  RaceDetector races;
+  std::vector<u32> landed;  // per thread: its copies' last landing
   std::vector<Pending> pending;
   std::vector<u32> commit_groups;  // per thread: groups committed so far
   const Region* last_region = nullptr;
@@ -187,7 +228,8 @@ const std::vector<std::pair<const char*, Handler>>& handlers();
 
 // ---- memory (memory.cpp) ----
 // Host bytes behind an address, after all checks; `lane` is for the message.
-u8* access(Warp& w, Space space, u64 address, u32 bytes, bool write, int lane);
+// Atomic accesses do not race with each other and order nothing.
+u8* access(Warp& w, Space space, u64 address, u32 bytes, bool write, int lane, bool atomic = false);
 u8* shared_bytes(Cta& cta, u32 address, u32 bytes, const char* what);
 const u8* global_source(Cta& cta, u64 address, u32 bytes, bool waited);
 u64 address_of(Warp& w, const Ins& i, u16 operand, int lane);

@@ -148,8 +148,8 @@ void atom(Warp& w, const Ins& i, u32 mask) {
   for (u32 m = mask; m != 0; m &= m - 1) {
     const int l = __builtin_ctz(m);
     const u64 address = address_of(w, i, x[1], l);
-    access(w, space_of(i.flags), address, format.bytes, false, l);
-    u8* at = access(w, space_of(i.flags), address, format.bytes, true, l);
+    access(w, space_of(i.flags), address, format.bytes, false, l, true);
+    u8* at = access(w, space_of(i.flags), address, format.bytes, true, l, true);
     if (format.bytes == 8)
       put<u64>(w.row(x[0]), l, atomic_update<u64, i64>(at, kind, get<u64>(w.row(x[2]), l), get<u64>(w.row(x[3]), l)));
     else
@@ -201,7 +201,7 @@ const u8* global_source(Cta& cta, u64 address, u32 bytes, bool waited) {
   return global_bytes(cta, address, bytes, false, waited);
 }
 
-u8* access(Warp& w, Space space, u64 address, u32 bytes, bool write, int lane) {
+u8* access(Warp& w, Space space, u64 address, u32 bytes, bool write, int lane, bool atomic) {
   Cta& cta = *w.cta;
   cta.fault_lane = static_cast<u32>(lane);
   if (space == kGeneric) {
@@ -222,6 +222,7 @@ u8* access(Warp& w, Space space, u64 address, u32 bytes, bool write, int lane) {
       fail("read of %u bytes at shared byte %lld, not written before (or an asynchronous copy has not been waited for)", bytes,
            static_cast<long long>(at - cta.shared.data()));
     }
+    if (cta.races.on && !atomic) cta.races.access(cta, w, static_cast<u32>(at - cta.shared.data()), bytes, write);
     return at;
   }
   if (space == kLocal) {
