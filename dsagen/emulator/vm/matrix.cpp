@@ -62,6 +62,17 @@ void stmatrix(Warp& w, const Ins& i, u32 mask) {
   }
 }
 
+using Row8 = float __attribute__((vector_size(32)));
+
+// The 64 values of a register of pairs, lane after lane: row r of an 8 x 8 block is values 8r to 8r + 7.
+template <float (*VALUE)(u16)>
+inline void unpack_pairs(const u32* row, float* to) {
+  float low[kLanes], high[kLanes];
+  for (int l = 0; l < kLanes; l++) low[l] = VALUE(static_cast<u16>(row[l]));
+  for (int l = 0; l < kLanes; l++) high[l] = VALUE(static_cast<u16>(row[l] >> 16));
+  for (int l = 0; l < kLanes; l++) to[2 * l] = low[l], to[2 * l + 1] = high[l];
+}
+
 // D, A, B, C of m16n8k16 (or k8 with half the A and B registers), fp32 accumulators.
 template <int K, float (*VALUE)(u16)>
 void mma(Warp& w, const Ins& i, u32 mask) {
@@ -70,32 +81,33 @@ void mma(Warp& w, const Ins& i, u32 mask) {
   if (mask != kFullMask) fail("mma in a warp of fewer than 32 threads");
   constexpr int kA = K / 4, kB = K / 8;
   const u16 *xa = x + 4, *xb = xa + kA, *xc = xb + kB;
-  float a[16][K], b[K][8], d[16][8];
-  for (int z = 0; z < kA; z++) {
-    const u32* row = w.row(xa[z]);
-    for (int l = 0; l < kLanes; l++) {
-      float* to = &a[l / 4 + 8 * (z & 1)][2 * (l % 4) + 8 * (z >> 1)];
-      to[0] = VALUE(static_cast<u16>(row[l]));
-      to[1] = VALUE(static_cast<u16>(row[l] >> 16));
-    }
-  }
+  float a[kA][64], b[K][8], block[64], results[2][64];
+  for (int z = 0; z < kA; z++) unpack_pairs<VALUE>(w.row(xa[z]), a[z]);
   for (int z = 0; z < kB; z++) {
-    const u32* row = w.row(xb[z]);
-    for (int l = 0; l < kLanes; l++) {
-      b[2 * (l % 4) + 8 * z][l / 4] = VALUE(static_cast<u16>(row[l]));
-      b[2 * (l % 4) + 1 + 8 * z][l / 4] = VALUE(static_cast<u16>(row[l] >> 16));
+    unpack_pairs<VALUE>(w.row(xb[z]), block);
+    for (int n = 0; n < 8; n++)
+      for (int k = 0; k < 8; k++) b[8 * z + k][n] = block[8 * n + k];
+  }
+  for (int half = 0; half < 2; half++) {
+    float sums[64];
+    const u32 *even = w.row(xc[2 * half]), *odd = w.row(xc[2 * half + 1]);
+    for (int l = 0; l < kLanes; l++) sums[2 * l] = get<float>(even, l), sums[2 * l + 1] = get<float>(odd, l);
+    for (int m = 0; m < 8; m++) {
+      Row8 sum, column;
+      std::memcpy(&sum, sums + 8 * m, sizeof sum);
+      for (int k = 0; k < K; k++) {
+        std::memcpy(&column, b[k], sizeof column);
+        sum += a[half + 2 * (k / 8)][8 * m + k % 8] * column;
+      }
+      std::memcpy(sums + 8 * m, &sum, sizeof sum);
     }
+    // A result may lie in the row of a source of the other half, so both are written at the end.
+    std::memcpy(results[half], sums, sizeof sums);
   }
-  for (int z = 0; z < 4; z++) {
-    const u32* row = w.row(xc[z]);
-    for (int l = 0; l < kLanes; l++) d[l / 4 + 8 * (z >> 1)][2 * (l % 4) + (z & 1)] = get<float>(row, l);
-  }
-  for (int m = 0; m < 16; m++)
-    for (int k = 0; k < K; k++)
-      for (int n = 0; n < 8; n++) d[m][n] += a[m][k] * b[k][n];
-  for (int z = 0; z < 4; z++) {
-    u32* row = w.row(x[z]);
-    for (int l = 0; l < kLanes; l++) put<float>(row, l, d[l / 4 + 8 * (z >> 1)][2 * (l % 4) + (z & 1)]);
+  for (int half = 0; half < 2; half++) {
+    const float* sums = results[half];
+    u32 *even = w.row(x[2 * half]), *odd = w.row(x[2 * half + 1]);
+    for (int l = 0; l < kLanes; l++) put<float>(even, l, sums[2 * l]), put<float>(odd, l, sums[2 * l + 1]);
   }
   w.cta->counters[kMatrixProducts]++;
 }

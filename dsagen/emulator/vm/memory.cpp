@@ -48,6 +48,27 @@ u8* global_bytes(Cta& cta, u64 address, u32 bytes, bool write, bool waited) {
   return region->host + (address - region->begin);
 }
 
+// Whether all bytes have been written.
+bool all_valid(const u8* valid, u32 bytes) {
+  constexpr u64 kOnes = 0x0101010101010101ull;
+  u64 words[2] = {};
+  switch (bytes) {
+    case 4: std::memcpy(words, valid, 4); return static_cast<u32>(words[0]) == static_cast<u32>(kOnes);
+    case 8: std::memcpy(words, valid, 8); return words[0] == kOnes;
+    case 16: std::memcpy(words, valid, 16); return words[0] == kOnes && words[1] == kOnes;
+    default: return std::memchr(valid, 0, bytes) == nullptr;
+  }
+}
+
+void set_valid(u8* valid, u32 bytes) {
+  switch (bytes) {
+    case 4: std::memset(valid, 1, 4); return;
+    case 8: std::memset(valid, 1, 8); return;
+    case 16: std::memset(valid, 1, 16); return;
+    default: std::memset(valid, 1, bytes);
+  }
+}
+
 struct LoadFormat {
   u32 bytes, count;
   bool is_signed;
@@ -78,6 +99,15 @@ void ld(Warp& w, const Ins& i, u32 mask) {
   VM_OPERANDS;
   const LoadFormat format = format_of(i.flags);
   const Space space = space_of(i.flags);
+  // Words into 32-bit registers, by far the most frequent.
+  if ((i.flags >> 3 & 3) == 2 && (i.flags >> 11 & 3) == 2) {
+    for (u32 m = mask; m != 0; m &= m - 1) {
+      const int l = __builtin_ctz(m);
+      const u8* from = access(w, space, address_of(w, i, x[format.count], l), format.total(), false, l);
+      for (u32 n = 0; n < format.count; n++) std::memcpy(w.row(x[n]) + l, from + 4 * n, 4);
+    }
+    return;
+  }
   for (u32 m = mask; m != 0; m &= m - 1) {
     const int l = __builtin_ctz(m);
     const u8* from = access(w, space, address_of(w, i, x[format.count], l), format.total(), false, l);
@@ -209,7 +239,7 @@ u8* access(Warp& w, Space space, u64 address, u32 bytes, bool write, int lane, b
     space = window == kSharedWindow ? kShared : window == kLocalWindow ? kLocal : window == kParamWindow ? kParam : kGlobal;
     if (space == kShared) address -= kSharedWindow;
   }
-  if (address % bytes != 0)
+  if ((address & (bytes - 1)) != 0)
     fail("%s of %u bytes at %s address %#llx: misaligned", write ? "write" : "read", bytes, kSpaceNames[space],
          static_cast<unsigned long long>(address));
   if (space == kShared) {
@@ -217,8 +247,8 @@ u8* access(Warp& w, Space space, u64 address, u32 bytes, bool write, int lane, b
     u8* at = shared_bytes(cta, static_cast<u32>(address), bytes, write ? "write" : "read");
     u8* valid = cta.shared_valid.data() + (at - cta.shared.data());
     if (write) {
-      std::memset(valid, 1, bytes);
-    } else if (std::memchr(valid, 0, bytes) != nullptr) {
+      set_valid(valid, bytes);
+    } else if (!all_valid(valid, bytes)) {
       fail("read of %u bytes at shared byte %lld, not written before (or an asynchronous copy has not been waited for)", bytes,
            static_cast<long long>(at - cta.shared.data()));
     }
