@@ -155,6 +155,8 @@ def _atom(lowering: Lowering, ins: Instruction, match: re.Match[str]) -> list[Op
 def _matrix(lowering: Lowering, ins: Instruction, match: re.Match[str]) -> list[Op]:
     count, transposed, shared = int(match[2]), match[3] is not None, match[4] is not None
     flags = (2 if shared else 0) | count << 3 | transposed << 6
+    if len(items(ins.operands[0 if match[1] == "ld" else 1])) != count:
+        raise Unsupported
     if match[1] == "ld":
         args = [lowering.destination(item, 32) for item in items(ins.operands[0])]
         return [Op("ldmatrix", args + lowering.address(ins.operands[1], wide=not shared), flags=flags)]
@@ -164,6 +166,8 @@ def _matrix(lowering: Lowering, ins: Instruction, match: re.Match[str]) -> list[
 
 def _mma(lowering: Lowering, ins: Instruction, match: re.Match[str]) -> list[Op]:
     d, a, b, c = (items(operand) for operand in ins.operands)
+    if (len(d), len(a), len(b), len(c)) != (4, int(match[1]) // 4, int(match[1]) // 8, 4):
+        raise Unsupported
     args = [lowering.destination(item, 32) for item in d]
     args += [lowering.source(item, 32) for item in (*a, *b, *c)]
     return [Op(f"mma_k{match[1]}_{match[2]}", args)]

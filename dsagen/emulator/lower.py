@@ -36,7 +36,8 @@ def lower_instruction(lowering: Lowering, instruction: Instruction) -> list[Op]:
             ops = function(lowering, instruction, match)
         else:
             ops = [_from_rule(lowering, instruction)]
-    except (Unsupported, IndexError):
+    except (Unsupported, IndexError, ValueError):
+        # A wrong number of operands counts as a form that is not there.
         ops = [Op("unknown", text=instruction.opcode)]
     for op in ops:
         op.guard, op.guard_negated = instruction.guard, instruction.guard_negated

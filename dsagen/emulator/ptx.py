@@ -264,6 +264,8 @@ def parse_variable(piece: _Piece) -> Variable | None:
     match = _VARIABLE.match(piece.text)
     if match is None:
         return None
+    if match["type"] not in _TYPE_BYTES:
+        raise EmulatorError(f"PTX line {piece.line}: variables of type .{match['type']} are not handled")
     unit = _TYPE_BYTES[match["type"]] * int(match["vector"] or 1)
     count, dynamic = 1, False
     for dim in re.findall(r"\[\s*(\d*)\s*\]", match["dims"]):
@@ -309,6 +311,8 @@ class _KernelParser:
         self._branches: list[tuple[int, str, tuple[_Scope, ...]]] = []
         offset = 0
         for match in _PARAM.finditer(header.text):
+            if match["type"] not in _TYPE_BYTES:
+                raise EmulatorError(f"PTX line {header.line}: parameters of type .{match['type']} are not handled")
             size = _TYPE_BYTES[match["type"]] * int(match["count"] or 1)
             align = int(match["align"] or _TYPE_BYTES[match["type"]])
             offset = -(-offset // align) * align
@@ -336,6 +340,8 @@ class _KernelParser:
     def _directive(self, piece: _Piece) -> None:
         reg = _REG.match(piece.text)
         if reg is not None:
+            if reg[1] not in (*_TYPE_BYTES, "pred"):
+                raise EmulatorError(f"PTX line {piece.line}: registers of type .{reg[1]} are not handled")
             bits = 0 if reg[1] == "pred" else 8 * _TYPE_BYTES[reg[1]]
             for name in re.split(r"\s*,\s*", reg[2].strip()):
                 self._declare(name, bits)
@@ -387,7 +393,7 @@ class _KernelParser:
             operands = ()
         elif parts[2]:
             operands = tuple(self._operand(item, piece.line) for item in _split(parts[2]))
-        if parts[1] in ("bra", "bra.uni") and isinstance(operands[0], Sym):
+        if parts[1] in ("bra", "bra.uni") and operands and isinstance(operands[0], Sym):
             self._branches.append((len(self.kernel.instructions), operands[0].name, tuple(self._scopes)))
         instruction = Instruction(parts[1], operands, guard, negated, piece.line, piece.cuda_line)
         self.kernel.instructions.append(instruction)

@@ -280,6 +280,11 @@ def test_counts_at_a_barrier_disagree() -> None:
     assert "barrier 1: 64 threads are expected here, 96 by those who have arrived" in found
 
 
+def test_a_reduction_does_not_meet_a_plain_barrier() -> None:
+    found = fault("setp.lt.u32 %p1, %r0, 32; @%p1 bar.red.or.pred %p2, 1, %p1; @!%p1 bar.sync 1;", threads=64)
+    assert "barrier 1: a reduction and something else meet" in found
+
+
 def test_too_many_arrivals_at_an_mbarrier() -> None:
     body = "setp.eq.u32 %p1, %r0, 0; @%p1 mbarrier.init.shared.b64 [tile], 31; bar.warp.sync 0xffffffff;\n"
     body += "mbarrier.arrive.shared.b64 _, [tile];\nmbarrier.arrive.noComplete.shared.b64 _, [tile];"

@@ -295,6 +295,7 @@ bool complete_some(Cta& cta, bool all) {
 }
 
 std::string describe_mbarrier(const Cta& cta, u32 address) {
+  if (cta.mbarriers.find(address) == cta.mbarriers.end()) return "not initialised";
   const Mbarrier b = load(cta.shared.data() + (address - kSharedReserve));
   return print("%d of %d arrivals and %d bytes are missing, phase %u", b.pending, b.expected, b.bytes, b.phase);
 }

@@ -12,8 +12,9 @@ u32 live_threads(const Cta& cta) {
   return sum;
 }
 
-void release(Cta& cta, int id, Mode mode) {
+void release(Cta& cta, int id) {
   const NamedBarrier done = cta.barriers[id];
+  const auto mode = static_cast<Mode>(done.mode);
   cta.barriers[id] = NamedBarrier();
   cta.progress++;
   cta.counters[kBarriers]++;
@@ -52,6 +53,9 @@ void bar(Warp& w, const Ins& i, u32 mask) {
   NamedBarrier& barrier = cta.barriers[id];
   if (barrier.arrived != 0 && barrier.expected != count)
     fail("barrier %u: %u threads are expected here, %u by those who have arrived (0: all of the CTA)", id, count, barrier.expected);
+  const u32 waits = mode == kArrive ? kSync : mode;
+  if (barrier.arrived != 0 && barrier.mode != waits) fail("barrier %u: a reduction and something else meet", id);
+  barrier.mode = waits;
   barrier.expected = count;
   barrier.arrived += static_cast<u32>(__builtin_popcount(mask));
   if (mode >= kRedAnd) {
@@ -70,7 +74,7 @@ void bar(Warp& w, const Ins& i, u32 mask) {
   }
   const u32 expected = count != 0 ? count : live_threads(cta);
   if (barrier.arrived > expected) fail("barrier %u: %u threads have arrived, %u were expected", id, barrier.arrived, expected);
-  if (barrier.arrived == expected) release(cta, static_cast<int>(id), mode == kArrive ? kSync : mode);
+  if (barrier.arrived == expected) release(cta, static_cast<int>(id));
 }
 
 const Register registers[] = {{"bar", bar}};
@@ -82,11 +86,7 @@ void recheck_barriers(Cta& cta) {
     const NamedBarrier& barrier = cta.barriers[id];
     if (barrier.arrived == 0 || barrier.expected != 0) continue;
     if (barrier.arrived != live_threads(cta)) continue;
-    Mode mode = kSync;
-    for (const Warp& warp : cta.warps)
-      for (const Stand& stand : warp.stands)
-        if (stand.barrier == id) mode = static_cast<Mode>(cta.launch->code[stand.pc].flags & 15);
-    release(cta, id, mode);
+    release(cta, id);
   }
 }
 

@@ -182,7 +182,8 @@ struct MbarrierClocks {
 
 struct NamedBarrier {
   Clock clock;
-  u32 arrived = 0, expected = 0;
+  u32 arrived = 0, expected = 0;  // expected 0: all threads that have not exited
+  u32 mode = 0;                   // what those who wait do, see barrier.cpp
   bool any = false, all = true;
   u32 count = 0;  // true predicates
 };

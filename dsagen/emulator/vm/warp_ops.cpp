@@ -176,7 +176,11 @@ void nothing(Warp&, const Ins&, u32) {}
 // All lanes of the warp have to be here.
 void aligned_nothing(Warp& w, const Ins&, u32 mask) { gather(w, mask, w.born); }
 
-void pause(Warp& w, const Ins&, u32 mask) { yield_lanes(w, mask); }
+// What it waits for may come from another CTA, so it never counts as a deadlock.
+void pause(Warp& w, const Ins&, u32 mask) {
+  w.cta->progress++;
+  yield_lanes(w, mask);
+}
 
 void grid_wait(Warp& w, const Ins&, u32 mask) { w.grid_waited |= mask; }
 
