@@ -50,6 +50,12 @@ class CheckFailed(DsagenError):
     exit_code = 4
 
 
+class EmulatorError(DsagenError):
+    """PTX that the emulator cannot read, a launch that does not fit it, or a kernel that did what it must not."""
+
+    exit_code = 4
+
+
 class DeviceError(DsagenError):
     """No CUDA device or driver, or a device of another arch than the kernels were built for."""
 

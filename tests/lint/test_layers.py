@@ -36,6 +36,7 @@ LAYERS = (
     ("families", ("families",)),
     ("render", ("render",)),
     ("build", ("build",)),
+    ("emulator", ("emulator",)),
     ("runtime", ("runtime",)),
     ("integrations", ("compat", "torch_ops")),
     ("tools", ("check", "bench", "tune", "evidence")),
@@ -95,6 +96,13 @@ def test_imports_point_down(path: Path) -> None:
 @pytest.mark.parametrize("path", SOURCES, ids=relative_name)
 def test_heavy_packages_enter_in_their_layer(path: Path) -> None:
     assert misplaced_imports(relative_name(path), ast.parse(path.read_text())) == []
+
+
+def test_the_emulator_knows_no_family() -> None:
+    # It runs any PTX, so it may be used from every layer above the facts.
+    for path in (PACKAGE / "emulator").rglob("*.py"):
+        targets = {name.split(".")[1] for name in imported_modules(ast.parse(path.read_text())) if "dsagen." in name}
+        assert {target for target in targets if target != "emulator" and RANK[target] > RANK["spec"]} == set()
 
 
 def test_every_module_has_a_layer() -> None:

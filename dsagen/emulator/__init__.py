@@ -1,0 +1,6 @@
+"""PTX on the CPU: runs what nvcc emits, with bounds, initialisation, barrier and deadlock checks. See README.md."""
+
+from dsagen.emulator.launch import Counts, coverage, launch
+from dsagen.emulator.memory import Memory
+
+__all__ = ["Counts", "Memory", "coverage", "launch"]

@@ -1,0 +1,153 @@
+"""The machine as a shared library: compiled on first use, kept by the content of its sources and the CPU's features."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from dsagen import knobs
+from dsagen.errors import EmulatorError
+
+SOURCES = Path(__file__).parent / "vm"
+_FLAGS = (
+    "-std=c++17", "-O2", "-ftree-vectorize", "-march=native", "-fPIC", "-pthread",
+    # Each operation rounds once, as the device's does.
+    "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
+    "-fno-strict-aliasing", "-fwrapv",
+)  # fmt: skip
+
+
+class LaunchBlock(ctypes.Structure):
+    """vm::Launch of vm/machine.h, field by field."""
+
+    _fields_ = (
+        ("code", ctypes.c_void_p),
+        ("args", ctypes.c_void_p),
+        ("ptx_lines", ctypes.c_void_p),
+        ("cuda_lines", ctypes.c_void_p),
+        ("preloads", ctypes.c_void_p),
+        ("unknown", ctypes.c_void_p),
+        ("regions", ctypes.c_void_p),
+        ("params", ctypes.c_void_p),
+        ("instructions", ctypes.c_uint32),
+        ("slots", ctypes.c_uint32),
+        ("predicates", ctypes.c_uint32),
+        ("preload_count", ctypes.c_uint32),
+        ("region_count", ctypes.c_uint32),
+        ("param_bytes", ctypes.c_uint32),
+        ("local_bytes", ctypes.c_uint32),
+        ("shared_bytes", ctypes.c_uint32),
+        ("dynamic_shared_bytes", ctypes.c_uint32),
+        ("grid", ctypes.c_uint32 * 3),
+        ("block", ctypes.c_uint32 * 3),
+        ("os_threads", ctypes.c_uint32),
+        ("races", ctypes.c_uint32),
+        ("seed", ctypes.c_uint64),
+        ("instruction_limit", ctypes.c_uint64),
+        ("counters", ctypes.c_uint64 * 4),
+        ("message", ctypes.c_char * 4096),
+    )
+
+
+class RegionRow(ctypes.Structure):
+    """vm::Region of vm/machine.h."""
+
+    _fields_ = (
+        ("begin", ctypes.c_uint64),
+        ("end", ctypes.c_uint64),
+        ("host", ctypes.c_void_p),
+        ("writable", ctypes.c_uint32),
+        ("after_wait", ctypes.c_uint32),
+        ("name", ctypes.c_char_p),
+    )
+
+
+@dataclass(frozen=True)
+class Library:
+    """The loaded machine; `numbers` gives the number of each instruction by name."""
+
+    handle: ctypes.CDLL
+    numbers: Mapping[str, int]
+
+
+@cache
+def load_library(folder: Path | None = None) -> Library:
+    """The machine, compiled into `folder` (by default below the kernel store's root) where it is not there yet.
+
+    EmulatorError where there is no g++ or it fails.
+    """
+    handle = ctypes.CDLL(str(_built(folder or _default_folder())))
+    handle.vm_instruction_name.restype = ctypes.c_char_p
+    handle.vm_run.argtypes = (ctypes.POINTER(LaunchBlock),)
+    if handle.vm_launch_bytes() != ctypes.sizeof(LaunchBlock):
+        raise EmulatorError("vm::Launch and LaunchBlock differ in size: both must have the same fields")
+    names = [handle.vm_instruction_name(n).decode() for n in range(handle.vm_instruction_count())]
+    return Library(handle, {name: number for number, name in enumerate(names)})
+
+
+def _default_folder() -> Path:
+    roots = knobs.CACHE_DIR.get()
+    if roots:
+        return next((root for root in roots if os.access(_existing(root), os.W_OK)), roots[0]) / "emulator"
+    return knobs.default_cache_dir() / "emulator"
+
+
+def _existing(path: Path) -> Path:
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+def _built(folder: Path) -> Path:
+    compiler = shutil.which("g++", path=knobs.foreign("PATH"))
+    if compiler is None:
+        raise EmulatorError("no g++ on PATH: the emulator compiles its machine with it on first use. Install g++.")
+    digest = hashlib.sha256()
+    for path in sorted(SOURCES.iterdir()):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    digest.update(" ".join(_FLAGS).encode() + _cpu_features())
+    target = folder / f"vm-{digest.hexdigest()[:16]}.so"
+    if not target.is_file():
+        _compile(compiler, target)
+    return target
+
+
+def _cpu_features() -> bytes:
+    """What -march=native looks at, since a cache may be shared by machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return b""
+    return next((line.encode() for line in lines if line.startswith(("flags", "Features"))), b"")
+
+
+def _compile(compiler: str, target: Path) -> None:
+    """Compile every source at once, link, and rename: other processes may do the same."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        jobs = []
+        for source in sorted(SOURCES.glob("*.cpp")):
+            command = [compiler, *_FLAGS, "-c", str(source), "-o", str(Path(folder) / f"{source.stem}.o")]
+            jobs.append((command, subprocess.Popen(command, stderr=subprocess.PIPE, text=True)))
+        for command, job in jobs:
+            _, errors = job.communicate()
+            _require_success(command, job.returncode, errors)
+        objects = [str(path) for path in sorted(Path(folder).glob("*.o"))]
+        partial = Path(folder) / target.name
+        command = [compiler, *_FLAGS, "-shared", *objects, "-o", str(partial)]
+        linked = subprocess.run(command, capture_output=True, text=True, check=False)
+        _require_success(command, linked.returncode, linked.stderr)
+        partial.rename(target)
+
+
+def _require_success(command: list[str], code: int, errors: str) -> None:
+    if code != 0:
+        raise EmulatorError(f"the emulator's machine does not compile: {' '.join(command)}\n{errors[-4000:]}")

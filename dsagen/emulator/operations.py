@@ -1,0 +1,142 @@
+"""Operations of the machine before slots are given out, and the operands that they take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from dsagen.emulator.ptx import Addr, Imm, Neg, Operand, Reg, Sink, Sym, Vec
+
+# As in vm/machine.h.
+SHARED_RESERVE = 1024
+LOCAL_WINDOW = 0x7200_0000_0000
+PARAM_WINDOW = 0x7300_0000_0000
+
+# Special registers, numbered as Cta::load_specials has them.
+_AXES = ("x", "y", "z")
+SPECIALS: dict[str, int] = {
+    **{f"%tid.{axis}": 1 + n for n, axis in enumerate(_AXES)},
+    **{f"%ntid.{axis}": 4 + n for n, axis in enumerate(_AXES)},
+    **{f"%ctaid.{axis}": 7 + n for n, axis in enumerate(_AXES)},
+    **{f"%nctaid.{axis}": 10 + n for n, axis in enumerate(_AXES)},
+    "%laneid": 13, "%warpid": 14, "%lanemask_eq": 15, "%lanemask_lt": 16, "%lanemask_le": 17, "%lanemask_gt": 19,
+    "%lanemask_ge": 18, "%dynamic_smem_size": 20, "%total_smem_size": 21,
+    # A grid without clusters is one of clusters of one CTA.
+    **dict.fromkeys(("%cluster_ctarank", "%cluster_ctaid.x", "%cluster_ctaid.y", "%cluster_ctaid.z"), 22),
+    **dict.fromkeys(("%cluster_nctarank", "%cluster_nctaid.x", "%cluster_nctaid.y", "%cluster_nctaid.z"), 23),
+}  # fmt: skip
+
+
+class Unsupported(Exception):
+    """The machine does not have this form of an instruction."""
+
+
+@dataclass(frozen=True)
+class Const:
+    """A value that every warp holds in slots of its own: 32-bit words, or a special register."""
+
+    words: tuple[int, ...]
+    special: int = 0
+
+
+@dataclass(frozen=True)
+class Arg:
+    """One entry of the operand list. `role` is def, use, raw, or trash; `what` a register, a constant or a number."""
+
+    role: str
+    what: Reg | Const | int
+    negated: bool = False
+
+
+@dataclass
+class Op:
+    """One operation. `target` is a label's number."""
+
+    name: str
+    args: list[Arg] = field(default_factory=list)
+    imm: int = 0
+    flags: int = 0
+    guard: Reg | None = None
+    guard_negated: bool = False
+    line: int = 0
+    cuda_line: int = 0
+    target: int = -1
+    text: str = ""
+
+
+class Lowering:
+    """Turns operands of one kernel into entries of the operand list. `symbols` gives each variable's address."""
+
+    def __init__(self, symbols: Mapping[str, int]) -> None:
+        self._symbols = symbols
+
+    def source(self, operand: Operand, bits: int) -> Arg:
+        """A register, number or address that an operation reads as `bits` wide."""
+        if isinstance(operand, Reg):
+            if operand.bits == 0 or (bits == 64 and operand.bits != 64):
+                raise Unsupported
+            return Arg("use", operand)
+        if isinstance(operand, Imm):
+            return Arg("use", constant(operand.value, bits))
+        if isinstance(operand, Sym):
+            if operand.name in SPECIALS and bits <= 32:
+                return Arg("use", Const((0,), SPECIALS[operand.name]))
+            if operand.name in self._symbols:
+                return Arg("use", constant(self._symbols[operand.name] + operand.offset, bits))
+        raise Unsupported
+
+    def destination(self, operand: Operand, bits: int) -> Arg:
+        """A register that an operation writes as `bits` wide, or the sink."""
+        if isinstance(operand, Sink):
+            return Arg("trash", 1)
+        if isinstance(operand, Reg) and operand.bits != 0 and (operand.bits == 64) == (bits == 64):
+            return Arg("def", operand)
+        raise Unsupported
+
+    def predicate(self, operand: Operand) -> Arg:
+        """A predicate that is read."""
+        if isinstance(operand, Neg):
+            return Arg("use", operand.reg, negated=True)
+        if isinstance(operand, Reg) and operand.bits == 0:
+            return Arg("use", operand)
+        if isinstance(operand, Imm):
+            # Predicate 0 is false, 1 is true.
+            return Arg("raw", 1 if operand.value else 0)
+        raise Unsupported
+
+    def predicate_result(self, operand: Operand) -> Arg:
+        """A predicate that is written, or the sink."""
+        if isinstance(operand, Sink):
+            return Arg("trash", 0)
+        if isinstance(operand, Reg) and operand.bits == 0:
+            return Arg("def", operand)
+        raise Unsupported
+
+    def address(self, operand: Operand, *, wide: bool) -> list[Arg]:
+        """An address of an operation with several: its base and the two halves of its offset."""
+        base, offset, is_wide = self.base(operand)
+        if wide and not is_wide:
+            raise Unsupported
+        return [base, Arg("raw", offset & 0xFFFF), Arg("raw", offset >> 16 & 0xFFFF)]
+
+    def base(self, operand: Operand) -> tuple[Arg, int, bool]:
+        """An address as base, offset, and whether the base has 64 bits."""
+        if not isinstance(operand, Addr):
+            raise Unsupported
+        if isinstance(operand.base, Reg):
+            if operand.base.bits not in (32, 64):
+                raise Unsupported
+            return Arg("use", operand.base), operand.offset, operand.base.bits == 64
+        return self.source(operand.base, 64), operand.offset, True
+
+
+def constant(value: int, bits: int) -> Const:
+    """A number as the words that its register would hold."""
+    if bits == 64:
+        return Const((value & 0xFFFFFFFF, value >> 32 & 0xFFFFFFFF))
+    return Const((value & 0xFFFFFFFF,))
+
+
+def items(operand: Operand) -> tuple[Operand, ...]:
+    """The elements of a vector; a lone operand is one."""
+    return operand.items if isinstance(operand, Vec) else (operand,)

@@ -1,0 +1,348 @@
+// The machine: a grid of CTAs, each a set of warps of 32 lanes that run one bytecode program.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+namespace vm {
+
+using u8 = uint8_t;
+using u16 = uint16_t;
+using u32 = uint32_t;
+using u64 = uint64_t;
+using i8 = int8_t;
+using i16 = int16_t;
+using i32 = int32_t;
+using i64 = int64_t;
+
+constexpr int kLanes = 32;
+constexpr u32 kFullMask = 0xffffffffu;
+// Addresses. Shared ones are 32 bits wide and start past a reserve, so that none is 0; the others are windows of the
+// generic space that no registered buffer may touch.
+constexpr u32 kSharedReserve = 1024;
+constexpr u64 kSharedWindow = 0x7100'0000'0000ull;
+constexpr u64 kLocalWindow = 0x7200'0000'0000ull;
+constexpr u64 kParamWindow = 0x7300'0000'0000ull;
+constexpr u64 kWindowBytes = 1ull << 32;
+
+enum Space : u32 { kGeneric, kGlobal, kShared, kLocal, kParam, kConst };
+
+// One instruction. `args` is where its operands start in the operand list: slots, or predicates (bit 15: negated).
+// `guard` is 0, or the predicate's number + 1, negative where the guard is negated.
+struct Ins {
+  u16 op;
+  i16 guard;
+  u32 args;
+  i32 imm;
+  u32 flags;
+};
+
+struct Region {
+  u64 begin, end;
+  u8* host;
+  u32 writable;
+  u32 after_wait;  // only accessible past griddepcontrol.wait
+  const char* name;
+};
+
+// Special registers are constants of a warp; `kind` is a row of kSpecialNames in launch.cpp.
+struct Preload {
+  u32 slot, kind, value;
+};
+
+// What Python passes; the same fields in the same order there.
+struct Launch {
+  const Ins* code;
+  const u16* args;
+  const u32* ptx_lines;
+  const u32* cuda_lines;
+  const Preload* preloads;
+  const char* const* unknown;  // texts of instructions that the machine lacks
+  const Region* regions;
+  const u8* params;
+  u32 instructions, slots, predicates, preload_count, region_count, param_bytes;
+  u32 local_bytes, shared_bytes, dynamic_shared_bytes;
+  u32 grid[3], block[3];
+  u32 os_threads, races;
+  u64 seed;
+  u64 instruction_limit;
+  u64 counters[4];  // out: warp instructions, completed barriers, matrix products, bytes copied asynchronously
+  char message[4096];
+};
+
+enum Counter { kInstructions, kBarriers, kMatrixProducts, kCopiedBytes };
+
+// Thrown by an instruction; the machine adds the place.
+struct Fault {
+  std::string text;
+};
+
+[[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
+std::string print(const char* format, ...) __attribute__((format(printf, 1, 2)));
+
+struct Random {
+  u64 state;
+  u32 next() {
+    state = state * 6364136223846793005ull + 1442695040888963407ull;
+    return static_cast<u32>(state >> 33);
+  }
+  u32 below(u32 n) { return next() % n; }
+};
+
+struct Cta;
+
+// Lanes that stand at a CTA barrier.
+struct Stand {
+  u32 mask, pc;
+  int barrier;
+  u16 result;  // predicate or slot of barrier.red
+};
+
+struct Warp {
+  Cta* cta = nullptr;
+  u32 index = 0;
+  u32* slots = nullptr;
+  u32* predicates = nullptr;
+  u32 pc[kLanes] = {};
+  u32 born = 0;       // lanes that have a thread
+  u32 live = 0;       // not exited
+  u32 runnable = 0;   // live and not parked, nor at a barrier
+  u32 parked = 0;     // at a warp-wide instruction, other lanes are to come
+  u32 yielded = 0;    // runnable, but others go first
+  u32 polling = 0;    // last did a failed mbarrier wait, of `poll_address`
+  u32 poll_pc = 0, poll_address = 0, poll_parity = 0;
+  u32 grid_waited = 0;  // lanes past griddepcontrol.wait
+  std::vector<Stand> stands;
+  std::vector<u8> local;
+
+  // The group that runs now. An instruction may change `next`, or set `stop` once it has set the pc of all lanes.
+  u32 group = 0, now = 0, next = 0;
+  bool stop = false;
+
+  u32* row(u16 slot) { return slots + slot * kLanes; }
+  u32 predicate(u16 p) const { return p & 0x8000 ? ~predicates[p & 0x7fff] : predicates[p]; }
+  void set_predicate(u16 p, u32 mask, u32 bits) { predicates[p] = (predicates[p] & ~mask) | (bits & mask); }
+  void set_pc(u32 mask, u32 to) {
+    for (int l = 0; l < kLanes; l++)
+      if (mask >> l & 1) pc[l] = to;
+  }
+  int thread(int lane) const { return static_cast<int>(index) * kLanes + lane; }
+};
+
+// An asynchronous copy that has not landed, or an arrival that waits for a thread's copies.
+struct Pending {
+  enum Kind : u32 { kCopy, kBulk, kArrive } kind;
+  u32 thread, group;  // commit group of the thread
+  u32 destination, bytes, copied;  // the rest up to `bytes` is zeros
+  u64 source;
+  u32 barrier;
+  u32 pc;
+  u32 lane_bit;
+};
+
+using Clock = std::vector<u32>;
+
+// What races.cpp keeps of a CTA.
+struct RaceDetector {
+  struct Write {
+    u32 clock = 0;
+    u16 agent = 0;
+    bool narrow = false;
+    u32 pc = 0;
+  };
+  bool on = false;
+  u32 agents = 0;  // warps, then the asynchronous engine
+  u32 landings = 0;
+  std::vector<u32> clocks;       // [warp][agent]
+  std::vector<Write> writes;     // last one of each word
+  std::vector<u32> reads;        // [word][agent], clock of its last read
+  std::vector<u32> read_places;  // [word], pc of the last read
+
+  u32* clock_of(u32 warp) { return &clocks[static_cast<size_t>(warp) * agents]; }
+  void reset(u32 warp_count, u32 shared_bytes);
+  void release(u32 warp, Clock& into);
+  void acquire(u32 warp, const Clock& from);
+  void release_landing(u32 landing, Clock& into);
+  void acquire_landing(u32 warp, u32 landing);
+  void access(const Cta& cta, const Warp& w, u32 offset, u32 bytes, bool write);
+  void issue(const Cta& cta, const Warp& w, u32 offset, u32 bytes);
+  u32 land(u32 offset, u32 bytes);
+  void check_initialised(const Cta& cta, const Warp& w, u32 offset);
+
+ private:
+  void check_write(const Cta& cta, u32 warp, u32 word, bool narrow);
+};
+
+// Clocks of an mbarrier: collected in the running phase, and of the one that completed last.
+struct MbarrierClocks {
+  Clock arriving, completed;
+};
+
+struct NamedBarrier {
+  Clock clock;
+  u32 arrived = 0, expected = 0;  // expected 0: all threads that have not exited
+  u32 mode = 0;                   // what those who wait do, see barrier.cpp
+  bool any = false, all = true;
+  u32 count = 0;  // true predicates
+};
+
+struct Cta {
+  const Launch* launch = nullptr;
+  u32 id[3] = {};
+  std::vector<u8> shared, shared_valid;
+  std::vector<u32> storage;
+  std::vector<Warp> warps;
+  NamedBarrier barriers[16];
+  std::unordered_map<u32, MbarrierClocks> mbarriers;  // by address
+  RaceDetector races;
+  std::vector<u32> landed;  // per thread: its copies' last landing
+  std::vector<Pending> pending;
+  std::vector<u32> commit_groups;  // per thread: groups committed so far
+  const Region* last_region = nullptr;
+  Random random{};
+  u64 progress = 0;  // changes whenever something happens that others may wait for
+  u64 counters[4] = {};
+  u64 executed = 0;
+  u32 fault_lane = 0;
+  const std::vector<Region>* regions = nullptr;
+
+  explicit Cta(const Launch& launch, const std::vector<Region>& regions);
+  void run(u32 linear);
+
+ private:
+  void reset(u32 linear);
+  bool run_round();
+  bool run_warp(Warp& warp, u32 budget);
+  void run_group(Warp& warp, u32 limit, u32& budget);
+  void load_specials(Warp& warp);
+  [[noreturn]] void report_deadlock();
+};
+
+using Handler = void (*)(Warp&, const Ins&, u32 mask);
+// Adds an instruction to the machine under the name that the Python rules use.
+struct Register {
+  Register(const char* name, Handler handler);
+};
+const std::vector<std::pair<const char*, Handler>>& handlers();
+
+// ---- memory (memory.cpp) ----
+// Host bytes behind an address, after all checks; `lane` is for the message.
+// Atomic accesses do not race with each other and order nothing.
+u8* access(Warp& w, Space space, u64 address, u32 bytes, bool write, int lane, bool atomic = false);
+u8* shared_bytes(Cta& cta, u32 address, u32 bytes, const char* what);
+const u8* global_source(Cta& cta, u64 address, u32 bytes, bool waited);
+u64 address_of(Warp& w, const Ins& i, u16 operand, int lane);
+
+// ---- asynchronous copies and mbarriers (async.cpp) ----
+bool complete_some(Cta& cta, bool all);
+void complete_pending(Cta& cta, size_t index);
+
+// ---- barriers (barrier.cpp) ----
+void recheck_barriers(Cta& cta);
+
+// A description of an instruction's place in the sources.
+std::string place(const Cta& cta, u32 pc);
+
+// Takes lanes out of the running group for good, or until others have run.
+void yield_lanes(Warp& w, u32 mask);
+
+// True once all lanes of `need` stand at this instruction; `mask` then holds them, else they were parked.
+bool gather(Warp& w, u32& mask, u32 need);
+
+template <class F>
+inline __attribute__((always_inline)) void each_lane(u32 mask, F f) {
+  if (mask == kFullMask) {
+#pragma GCC ivdep
+    for (int l = 0; l < kLanes; l++) f(l);
+  } else {
+    for (u32 m = mask; m != 0; m &= m - 1) f(__builtin_ctz(m));
+  }
+}
+
+template <class T, class F>
+inline T bits_as(F from) {
+  static_assert(sizeof(T) == sizeof(F));
+  T to;
+  std::memcpy(&to, &from, sizeof to);
+  return to;
+}
+
+// Lane `l` of the register that starts at `row`; 64-bit ones take two rows, low half first.
+template <class T>
+inline T get(const u32* row, int l) {
+  if constexpr (sizeof(T) == 8)
+    return bits_as<T>(static_cast<u64>(row[l]) | static_cast<u64>(row[l + kLanes]) << 32);
+  else if constexpr (sizeof(T) == 4)
+    return bits_as<T>(row[l]);
+  else if constexpr (sizeof(T) == 2)
+    return bits_as<T>(static_cast<u16>(row[l]));
+  else
+    return bits_as<T>(static_cast<u8>(row[l]));
+}
+
+// Narrow values are stored with the other bits zero.
+template <class T>
+inline void put(u32* row, int l, T value) {
+  if constexpr (sizeof(T) == 8) {
+    const u64 bits = bits_as<u64>(value);
+    row[l] = static_cast<u32>(bits);
+    row[l + kLanes] = static_cast<u32>(bits >> 32);
+  } else if constexpr (sizeof(T) == 4) {
+    row[l] = bits_as<u32>(value);
+  } else if constexpr (sizeof(T) == 2) {
+    row[l] = bits_as<u16>(value);
+  } else {
+    row[l] = bits_as<u8>(value);
+  }
+}
+
+// Operand of an instruction with several addresses: slot, offset's low half, its high half.
+inline u32 narrow_address(Warp& w, const u16* x, int lane) {
+  return w.row(x[0])[lane] + (x[1] | static_cast<u32>(x[2]) << 16);
+}
+inline u64 wide_address(Warp& w, const u16* x, int lane) {
+  return get<u64>(w.row(x[0]), lane) + static_cast<i64>(static_cast<i32>(x[1] | static_cast<u32>(x[2]) << 16));
+}
+
+#define VM_OPERANDS const u16* x = w.cta->launch->args + i.args
+// d = EXPR of a (and b, c), lane by lane. The operands are the first ones of the list.
+#define VM_UNARY(NAME, D, A, ...)                                        \
+  static void op_##NAME(Warp& w, const Ins& i, u32 mask) {               \
+    VM_OPERANDS;                                                         \
+    u32* d = w.row(x[0]);                                                \
+    const u32* ra = w.row(x[1]);                                         \
+    each_lane(mask, [=](int l) {                                         \
+      const A a = get<A>(ra, l);                                         \
+      put<D>(d, l, static_cast<D>(__VA_ARGS__));                                \
+    });                                                                  \
+  }                                                                      \
+  static const Register register_##NAME(#NAME, op_##NAME);
+#define VM_BINARY(NAME, D, A, B, ...)                                    \
+  static void op_##NAME(Warp& w, const Ins& i, u32 mask) {               \
+    VM_OPERANDS;                                                         \
+    u32* d = w.row(x[0]);                                                \
+    const u32 *ra = w.row(x[1]), *rb = w.row(x[2]);                      \
+    each_lane(mask, [=](int l) {                                         \
+      const A a = get<A>(ra, l);                                         \
+      const B b = get<B>(rb, l);                                         \
+      put<D>(d, l, static_cast<D>(__VA_ARGS__));                                \
+    });                                                                  \
+  }                                                                      \
+  static const Register register_##NAME(#NAME, op_##NAME);
+#define VM_TERNARY(NAME, D, A, B, C, ...)                                \
+  static void op_##NAME(Warp& w, const Ins& i, u32 mask) {               \
+    VM_OPERANDS;                                                         \
+    u32* d = w.row(x[0]);                                                \
+    const u32 *ra = w.row(x[1]), *rb = w.row(x[2]), *rc = w.row(x[3]);   \
+    each_lane(mask, [=](int l) {                                         \
+      const A a = get<A>(ra, l);                                         \
+      const B b = get<B>(rb, l);                                         \
+      const C c = get<C>(rc, l);                                         \
+      put<D>(d, l, static_cast<D>(__VA_ARGS__));                                \
+    });                                                                  \
+  }                                                                      \
+  static const Register register_##NAME(#NAME, op_##NAME);
+
+}  // namespace vm

@@ -1,0 +1,272 @@
+// Loads, stores, atomics, and the checks of every address.
+#include <algorithm>
+
+#include "numerics.h"
+
+namespace vm {
+namespace {
+
+const char* const kSpaceNames[] = {"generic", "global", "shared", "local", "param", "const"};
+
+const Region* find_region(Cta& cta, u64 address) {
+  const Region* last = cta.last_region;
+  if (last != nullptr && address >= last->begin && address < last->end) return last;
+  const auto& regions = *cta.regions;
+  auto after = std::upper_bound(regions.begin(), regions.end(), address,
+                                [](u64 a, const Region& region) { return a < region.begin; });
+  if (after == regions.begin()) return nullptr;
+  const Region& found = *--after;
+  if (address >= found.end) return nullptr;
+  cta.last_region = &found;
+  return &found;
+}
+
+// Where an address lies that no buffer holds, for the message.
+std::string nearest(Cta& cta, u64 address) {
+  const Region* best = nullptr;
+  u64 distance = ~0ull;
+  for (const Region& region : *cta.regions) {
+    const u64 away = address < region.begin ? region.begin - address : address - region.end;
+    if (away < distance) distance = away, best = &region;
+  }
+  if (best == nullptr) return "no buffer is registered";
+  if (address < best->begin) return print("%llu bytes before buffer %s", static_cast<unsigned long long>(distance), best->name);
+  return print("%llu bytes past the end of buffer %s", static_cast<unsigned long long>(distance), best->name);
+}
+
+u8* global_bytes(Cta& cta, u64 address, u32 bytes, bool write, bool waited) {
+  const auto shown = static_cast<unsigned long long>(address);
+  const Region* region = find_region(cta, address);
+  if (region == nullptr)
+    fail("%s of %u bytes at global address %#llx: %s", write ? "write" : "read", bytes, shown, nearest(cta, address).c_str());
+  if (address + bytes > region->end)
+    fail("%s of %u bytes at global address %#llx runs past the end of buffer %s", write ? "write" : "read", bytes, shown,
+         region->name);
+  if (write && !region->writable) fail("write of %u bytes at %#llx into the read-only buffer %s", bytes, shown, region->name);
+  if (region->after_wait && !waited)
+    fail("%s of buffer %s, which the grid before writes, ahead of griddepcontrol.wait", write ? "write" : "read", region->name);
+  return region->host + (address - region->begin);
+}
+
+// Whether all bytes have been written.
+bool all_valid(const u8* valid, u32 bytes) {
+  constexpr u64 kOnes = 0x0101010101010101ull;
+  u64 words[2] = {};
+  switch (bytes) {
+    case 4: std::memcpy(words, valid, 4); return static_cast<u32>(words[0]) == static_cast<u32>(kOnes);
+    case 8: std::memcpy(words, valid, 8); return words[0] == kOnes;
+    case 16: std::memcpy(words, valid, 16); return words[0] == kOnes && words[1] == kOnes;
+    default: return std::memchr(valid, 0, bytes) == nullptr;
+  }
+}
+
+void set_valid(u8* valid, u32 bytes) {
+  switch (bytes) {
+    case 4: std::memset(valid, 1, 4); return;
+    case 8: std::memset(valid, 1, 8); return;
+    case 16: std::memset(valid, 1, 16); return;
+    default: std::memset(valid, 1, bytes);
+  }
+}
+
+struct LoadFormat {
+  u32 bytes, count;
+  bool is_signed;
+  u32 total() const { return bytes * count; }
+};
+// flags: bits 0-2 space, 3-4 log2 of an element's bytes, 5-8 elements, 9 signed, 10 address is 64 bits wide,
+// 11-12 log2 of the destination register's bytes.
+LoadFormat format_of(u32 flags) { return {1u << (flags >> 3 & 3), flags >> 5 & 15, (flags >> 9 & 1) != 0}; }
+Space space_of(u32 flags) { return static_cast<Space>(flags & 7); }
+
+u64 load_bits(const u8* from, const LoadFormat& format) {
+  u64 bits = 0;
+  std::memcpy(&bits, from, format.bytes);
+  if (format.is_signed && format.bytes < 8) {
+    const u32 shift = 64 - 8 * format.bytes;
+    bits = static_cast<u64>(static_cast<i64>(bits << shift) >> shift);
+  }
+  return bits;
+}
+
+void store_register(u32* row, int lane, u64 bits, u32 log_bytes) {
+  row[lane] = log_bytes == 1 ? static_cast<u32>(bits & 0xffff) : static_cast<u32>(bits);
+  if (log_bytes == 3) row[lane + kLanes] = static_cast<u32>(bits >> 32);
+}
+
+// Destinations, then the address.
+void ld(Warp& w, const Ins& i, u32 mask) {
+  VM_OPERANDS;
+  const LoadFormat format = format_of(i.flags);
+  const Space space = space_of(i.flags);
+  // Words into 32-bit registers, by far the most frequent.
+  if ((i.flags >> 3 & 3) == 2 && (i.flags >> 11 & 3) == 2) {
+    for (u32 m = mask; m != 0; m &= m - 1) {
+      const int l = __builtin_ctz(m);
+      const u8* from = access(w, space, address_of(w, i, x[format.count], l), format.total(), false, l);
+      for (u32 n = 0; n < format.count; n++) std::memcpy(w.row(x[n]) + l, from + 4 * n, 4);
+    }
+    return;
+  }
+  for (u32 m = mask; m != 0; m &= m - 1) {
+    const int l = __builtin_ctz(m);
+    const u8* from = access(w, space, address_of(w, i, x[format.count], l), format.total(), false, l);
+    for (u32 n = 0; n < format.count; n++)
+      store_register(w.row(x[n]), l, load_bits(from + n * format.bytes, format), i.flags >> 11 & 3);
+  }
+}
+
+// The address, then the sources.
+void st(Warp& w, const Ins& i, u32 mask) {
+  VM_OPERANDS;
+  const LoadFormat format = format_of(i.flags);
+  const Space space = space_of(i.flags);
+  w.cta->progress++;
+  for (u32 m = mask; m != 0; m &= m - 1) {
+    const int l = __builtin_ctz(m);
+    u8* to = access(w, space, address_of(w, i, x[0], l), format.total(), true, l);
+    for (u32 n = 0; n < format.count; n++) {
+      const u32* row = w.row(x[1 + n]);
+      const u64 bits = format.bytes == 8 ? get<u64>(row, l) : row[l];
+      std::memcpy(to + n * format.bytes, &bits, format.bytes);
+    }
+  }
+}
+
+enum AtomKind { kAdd, kMinS, kMaxS, kMinU, kMaxU, kAnd, kOr, kXor, kExch, kCas, kInc, kDec, kAddFloat };
+
+template <class U, class I>
+U combine(AtomKind kind, U old, U b, U c) {
+  switch (kind) {
+    case kAdd: return static_cast<U>(old + b);
+    case kMinS: return static_cast<I>(old) < static_cast<I>(b) ? old : b;
+    case kMaxS: return static_cast<I>(old) > static_cast<I>(b) ? old : b;
+    case kMinU: return old < b ? old : b;
+    case kMaxU: return old > b ? old : b;
+    case kAnd: return old & b;
+    case kOr: return old | b;
+    case kXor: return old ^ b;
+    case kExch: return b;
+    case kCas: return old == b ? c : old;
+    case kInc: return old >= b ? 0 : old + 1;
+    case kDec: return old == 0 || old > b ? b : old - 1;
+    case kAddFloat:
+      if constexpr (sizeof(U) == 4)
+        return bits_as<U>(bits_as<float>(old) + bits_as<float>(b));
+      else
+        return bits_as<U>(bits_as<double>(old) + bits_as<double>(b));
+  }
+  return old;
+}
+
+template <class U, class I>
+U atomic_update(u8* at, AtomKind kind, U b, U c) {
+  // Other CTAs may run on other threads.
+  U* word = reinterpret_cast<U*>(at);
+  U old = __atomic_load_n(word, __ATOMIC_RELAXED);
+  while (!__atomic_compare_exchange_n(word, &old, combine<U, I>(kind, old, b, c), false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {
+  }
+  return old;
+}
+
+// Destination, address, b, c; flags as for loads, with the kind in bits 16 and up.
+void atom(Warp& w, const Ins& i, u32 mask) {
+  VM_OPERANDS;
+  const LoadFormat format = format_of(i.flags);
+  const auto kind = static_cast<AtomKind>(i.flags >> 16);
+  w.cta->progress++;
+  for (u32 m = mask; m != 0; m &= m - 1) {
+    const int l = __builtin_ctz(m);
+    const u64 address = address_of(w, i, x[1], l);
+    access(w, space_of(i.flags), address, format.bytes, false, l, true);
+    u8* at = access(w, space_of(i.flags), address, format.bytes, true, l, true);
+    if (format.bytes == 8)
+      put<u64>(w.row(x[0]), l, atomic_update<u64, i64>(at, kind, get<u64>(w.row(x[2]), l), get<u64>(w.row(x[3]), l)));
+    else
+      w.row(x[0])[l] = atomic_update<u32, i32>(at, kind, w.row(x[2])[l], w.row(x[3])[l]);
+  }
+}
+
+// Between the generic space and the shared window; the other windows need no change. imm 1: to shared.
+void cvta_shared(Warp& w, const Ins& i, u32 mask) {
+  VM_OPERANDS;
+  for (u32 m = mask; m != 0; m &= m - 1) {
+    const int l = __builtin_ctz(m);
+    const u64 a = get<u64>(w.row(x[1]), l);
+    put<u64>(w.row(x[0]), l, i.imm == 1 ? a - kSharedWindow : a + kSharedWindow);
+  }
+}
+
+// Which space a generic address lies in: predicate, address; imm is the space.
+void isspacep(Warp& w, const Ins& i, u32 mask) {
+  VM_OPERANDS;
+  u32 bits = 0;
+  for (int l = 0; l < kLanes; l++) {
+    const u64 a = get<u64>(w.row(x[1]), l);
+    const u64 window = a & ~(kWindowBytes - 1);
+    const Space space = window == kSharedWindow ? kShared : window == kLocalWindow ? kLocal : window == kParamWindow ? kParam : kGlobal;
+    bits |= static_cast<u32>(space == static_cast<Space>(i.imm)) << l;
+  }
+  w.set_predicate(x[0], mask, bits);
+}
+
+const Register registers[] = {{"ld", ld}, {"st", st}, {"atom", atom}, {"cvta_shared", cvta_shared}, {"isspacep", isspacep}};
+
+}  // namespace
+
+u64 address_of(Warp& w, const Ins& i, u16 operand, int lane) {
+  const u32* row = w.row(operand);
+  const u64 base = i.flags >> 10 & 1 ? get<u64>(row, lane) : row[lane];
+  return base + static_cast<i64>(i.imm);
+}
+
+u8* shared_bytes(Cta& cta, u32 address, u32 bytes, const char* what) {
+  const u32 size = static_cast<u32>(cta.shared.size());
+  if (address < kSharedReserve || address - kSharedReserve > size || size - (address - kSharedReserve) < bytes)
+    fail("%s of %u bytes at shared byte %lld: the CTA has %u", what, bytes, static_cast<long long>(address) - kSharedReserve, size);
+  return cta.shared.data() + (address - kSharedReserve);
+}
+
+const u8* global_source(Cta& cta, u64 address, u32 bytes, bool waited) {
+  return global_bytes(cta, address, bytes, false, waited);
+}
+
+u8* access(Warp& w, Space space, u64 address, u32 bytes, bool write, int lane, bool atomic) {
+  Cta& cta = *w.cta;
+  cta.fault_lane = static_cast<u32>(lane);
+  if (space == kGeneric) {
+    const u64 window = address & ~(kWindowBytes - 1);
+    space = window == kSharedWindow ? kShared : window == kLocalWindow ? kLocal : window == kParamWindow ? kParam : kGlobal;
+    if (space == kShared) address -= kSharedWindow;
+  }
+  if ((address & (bytes - 1)) != 0)
+    fail("%s of %u bytes at %s address %#llx: misaligned", write ? "write" : "read", bytes, kSpaceNames[space],
+         static_cast<unsigned long long>(address));
+  if (space == kShared) {
+    if (address > kFullMask) fail("shared address %#llx has more than 32 bits", static_cast<unsigned long long>(address));
+    u8* at = shared_bytes(cta, static_cast<u32>(address), bytes, write ? "write" : "read");
+    u8* valid = cta.shared_valid.data() + (at - cta.shared.data());
+    if (write) {
+      set_valid(valid, bytes);
+    } else if (!all_valid(valid, bytes)) {
+      fail("read of %u bytes at shared byte %lld, not written before (or an asynchronous copy has not been waited for)", bytes,
+           static_cast<long long>(at - cta.shared.data()));
+    }
+    if (cta.races.on && !atomic) cta.races.access(cta, w, static_cast<u32>(at - cta.shared.data()), bytes, write);
+    return at;
+  }
+  if (space == kLocal) {
+    const u64 offset = address - kLocalWindow, size = cta.launch->local_bytes;
+    if (offset > size || size - offset < bytes) fail("local byte %lld: a thread has %llu", static_cast<long long>(offset), static_cast<unsigned long long>(size));
+    return w.local.data() + static_cast<u64>(lane) * size + offset;
+  }
+  if (space == kParam) {
+    const u64 offset = address - kParamWindow, size = cta.launch->param_bytes;
+    if (write) fail("write to a kernel parameter");
+    if (offset > size || size - offset < bytes) fail("parameter byte %lld: there are %llu", static_cast<long long>(offset), static_cast<unsigned long long>(size));
+    return const_cast<u8*>(cta.launch->params) + offset;
+  }
+  return global_bytes(cta, address, bytes, write, w.grid_waited >> lane & 1);
+}
+
+}  // namespace vm

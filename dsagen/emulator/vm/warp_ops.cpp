@@ -1,0 +1,221 @@
+// What lanes of a warp do together: shuffles, votes, matches, reductions; and control flow.
+#include "machine.h"
+
+namespace vm {
+
+bool gather(Warp& w, u32& mask, u32 need) {
+  need &= w.born;
+  if (need & ~w.live) fail("lanes %#x take part but have exited", need & ~w.live);
+  if (mask & ~need) fail("lanes %#x execute this with a member mask (%#x) that does not name them", mask & ~need, need);
+  u32 here = mask;
+  for (u32 m = w.parked; m != 0; m &= m - 1) {
+    const int l = __builtin_ctz(m);
+    if (w.pc[l] == w.now) here |= 1u << l;
+  }
+  if ((need & ~here) == 0) {
+    const u32 joined = here & need & ~mask;
+    w.parked &= ~joined;
+    w.runnable |= joined;
+    w.group |= joined;
+    mask |= joined;
+    return true;
+  }
+  w.set_pc(w.group & ~mask, w.now + 1);
+  w.set_pc(mask, w.now);
+  w.parked |= mask;
+  w.runnable &= ~mask;
+  w.stop = true;
+  return false;
+}
+
+void yield_lanes(Warp& w, u32 mask) {
+  w.set_pc(w.group, w.now + 1);
+  w.yielded |= mask;
+  w.stop = true;
+}
+
+namespace {
+
+u32 member_mask(Warp& w, u16 slot, u32 mask) { return w.row(slot)[__builtin_ctz(mask)]; }
+
+enum ShuffleMode { kUp, kDown, kButterfly, kIndex };
+
+// Operands: d, p, a, b, c, member mask; imm is the mode.
+void shfl(Warp& w, const Ins& i, u32 mask) {
+  VM_OPERANDS;
+  if (!gather(w, mask, member_mask(w, x[5], mask))) return;
+  u32 source[kLanes], bits = 0;
+  std::memcpy(source, w.row(x[2]), sizeof source);
+  u32 control_b[kLanes], control_c[kLanes];
+  std::memcpy(control_b, w.row(x[3]), sizeof control_b);
+  std::memcpy(control_c, w.row(x[4]), sizeof control_c);
+  u32* d = w.row(x[0]);
+  each_lane(mask, [&](int l) {
+    const int b = static_cast<int>(control_b[l] & 31);
+    const int clamp = static_cast<int>(control_c[l] & 31), segment = static_cast<int>(control_c[l] >> 8 & 31);
+    const int low = l & segment, high = low | (clamp & ~segment);
+    int j = l;
+    bool inside = false;
+    switch (i.imm) {
+      case kUp: j = l - b, inside = j >= high; break;
+      case kDown: j = l + b, inside = j <= high; break;
+      case kButterfly: j = l ^ b, inside = j <= high; break;
+      case kIndex: j = low | (b & ~segment), inside = j <= high; break;
+    }
+    if (!inside) j = l;
+    if (!(mask >> j & 1)) fail("shfl: lane %d reads lane %d, which does not take part", l, j);
+    bits |= static_cast<u32>(inside) << l;
+    d[l] = source[j];
+  });
+  w.set_predicate(x[1], mask, bits);
+}
+
+enum VoteMode { kAll, kAny, kUni, kBallot };
+
+// Operands: d (a predicate, for ballot a slot), source predicate, member mask; imm is the mode.
+void vote(Warp& w, const Ins& i, u32 mask) {
+  VM_OPERANDS;
+  if (!gather(w, mask, member_mask(w, x[2], mask))) return;
+  const u32 votes = w.predicate(x[1]) & mask;
+  if (i.imm == kBallot) {
+    u32* d = w.row(x[0]);
+    each_lane(mask, [=](int l) { d[l] = votes; });
+    return;
+  }
+  const bool all = votes == mask, none = votes == 0;
+  const bool result = i.imm == kAll ? all : i.imm == kAny ? !none : all || none;
+  w.set_predicate(x[0], mask, result ? kFullMask : 0);
+}
+
+// Operands: p, member mask. The leader is the lowest lane.
+void elect(Warp& w, const Ins& i, u32 mask) {
+  VM_OPERANDS;
+  if (!gather(w, mask, member_mask(w, x[2], mask))) return;
+  const u32 leader = static_cast<u32>(__builtin_ctz(mask));
+  u32* d = w.row(x[0]);
+  each_lane(mask, [=](int l) { d[l] = leader; });
+  w.set_predicate(x[1], mask, 1u << leader);
+}
+
+void bar_warp_sync(Warp& w, const Ins& i, u32 mask) {
+  VM_OPERANDS;
+  gather(w, mask, member_mask(w, x[0], mask));
+}
+
+// d, a, member mask: the lanes whose a equals this lane's.
+template <class T>
+void match_any(Warp& w, const Ins& i, u32 mask) {
+  VM_OPERANDS;
+  if (!gather(w, mask, member_mask(w, x[2], mask))) return;
+  T values[kLanes];
+  for (int l = 0; l < kLanes; l++) values[l] = get<T>(w.row(x[1]), l);
+  u32* d = w.row(x[0]);
+  each_lane(mask, [&](int l) {
+    u32 same = 0;
+    for (int n = 0; n < kLanes; n++) same |= static_cast<u32>(values[n] == values[l]) << n;
+    d[l] = same & mask;
+  });
+}
+
+enum ReduxKind { kAdd, kMinS, kMaxS, kMinU, kMaxU, kAnd, kOr, kXor };
+
+// d, a, member mask; imm is the kind.
+void redux(Warp& w, const Ins& i, u32 mask) {
+  VM_OPERANDS;
+  if (!gather(w, mask, member_mask(w, x[2], mask))) return;
+  const u32* a = w.row(x[1]);
+  u32 out = a[__builtin_ctz(mask)];
+  for (u32 m = mask & (mask - 1); m != 0; m &= m - 1) {
+    const u32 b = a[__builtin_ctz(m)];
+    const i32 so = static_cast<i32>(out), sb = static_cast<i32>(b);
+    switch (i.imm) {
+      case kAdd: out += b; break;
+      case kMinS: out = so < sb ? out : b; break;
+      case kMaxS: out = so > sb ? out : b; break;
+      case kMinU: out = out < b ? out : b; break;
+      case kMaxU: out = out > b ? out : b; break;
+      case kAnd: out &= b; break;
+      case kOr: out |= b; break;
+      case kXor: out ^= b; break;
+    }
+  }
+  u32* d = w.row(x[0]);
+  each_lane(mask, [=](int l) { d[l] = out; });
+}
+
+void activemask(Warp& w, const Ins& i, u32 mask) {
+  VM_OPERANDS;
+  u32* d = w.row(x[0]);
+  each_lane(mask, [=](int l) { d[l] = mask; });
+}
+
+// ---- control flow ----
+
+void bra(Warp& w, const Ins& i, u32 mask) {
+  const u32 target = static_cast<u32>(i.imm);
+  if (mask == w.group) {
+    w.next = target;
+    return;
+  }
+  w.set_pc(w.group & ~mask, w.now + 1);
+  w.set_pc(mask, target);
+  w.stop = true;
+}
+
+void exit_lanes(Warp& w, const Ins&, u32 mask) {
+  w.set_pc(w.group & ~mask, w.now + 1);
+  w.live &= ~mask;
+  w.runnable &= ~mask;
+  w.stop = true;
+  w.cta->progress++;
+  recheck_barriers(*w.cta);
+}
+
+void nothing(Warp&, const Ins&, u32) {}
+
+// All lanes of the warp have to be here.
+void aligned_nothing(Warp& w, const Ins&, u32 mask) { gather(w, mask, w.born); }
+
+// What it waits for may come from another CTA, so it never counts as a deadlock.
+void pause(Warp& w, const Ins&, u32 mask) {
+  w.cta->progress++;
+  yield_lanes(w, mask);
+}
+
+void grid_wait(Warp& w, const Ins&, u32 mask) { w.grid_waited |= mask; }
+
+void trap(Warp&, const Ins&, u32) { fail("trap"); }
+
+void clock(Warp& w, const Ins& i, u32 mask) {
+  VM_OPERANDS;
+  const u64 now = w.cta->executed;
+  each_lane(mask, [&](int l) {
+    w.row(x[0])[l] = static_cast<u32>(now);
+    if (i.imm == 64) w.row(x[0])[l + kLanes] = static_cast<u32>(now >> 32);
+  });
+}
+
+void unknown(Warp& w, const Ins& i, u32) {
+  fail("%s: the emulator does not have this instruction", w.cta->launch->unknown[i.imm]);
+}
+
+const Register registers[] = {{"shfl", shfl},
+                              {"vote", vote},
+                              {"elect", elect},
+                              {"bar_warp_sync", bar_warp_sync},
+                              {"match_any_b32", match_any<u32>},
+                              {"match_any_b64", match_any<u64>},
+                              {"redux", redux},
+                              {"activemask", activemask},
+                              {"bra", bra},
+                              {"exit", exit_lanes},
+                              {"nothing", nothing},
+                              {"aligned_nothing", aligned_nothing},
+                              {"pause", pause},
+                              {"grid_wait", grid_wait},
+                              {"trap", trap},
+                              {"clock", clock},
+                              {"unknown", unknown}};
+
+}  // namespace
+}  // namespace vm
