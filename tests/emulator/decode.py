@@ -21,9 +21,10 @@ from dsagen.check.cases import DecodeCase
 from dsagen.check.compare import compare_decode
 from dsagen.check.inputs import DecodeInputs, make_inputs
 from dsagen.check.probes import gates_for
+from dsagen.division import page_divisor
 from dsagen.emulator import Counts, Memory
 from dsagen.families.sparse_decode.family import FAMILY, NAME, plan_main
-from dsagen.families.sparse_decode.op import DecodeShape, page_divisor, partition
+from dsagen.families.sparse_decode.op import DecodeShape, partition
 from dsagen.families.sparse_decode.reference import DecodeReference, sparse_decode_reference
 from dsagen.kv_format import kv_format
 from dsagen.plan import KernelPlan, Variant
