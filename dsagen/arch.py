@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from dsagen.errors import SpecError
 
 KIB = 1024
+# What a thread can have on every arch.
 MAX_REGISTERS_PER_THREAD = 255
 # Shared memory that the driver keeps for itself in each block, inside the per-SM amount.
 SMEM_RESERVED_PER_BLOCK_BYTES = 1 * KIB

@@ -90,6 +90,22 @@ def check(guards: Iterable[Guard], values: Mapping[str, Value], context: str = "
             raise GuardError(guard.failure({**values, **message_only}) + suffix)
 
 
+def require_int(name: str, value: object) -> int:
+    """The value as it is; GuardError for anything but an int, bool included."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        found = f"{value!r} ({type(value).__name__})"
+        raise GuardError(f"[T-12] {name}: expected a whole number, found {found}: pass an int")
+    return value
+
+
+def require_bool(name: str, value: object) -> bool:
+    """The value as it is; GuardError for anything but a bool."""
+    if not isinstance(value, bool):
+        found = f"{value!r} ({type(value).__name__})"
+        raise GuardError(f"[T-12] {name}: expected True or False, found {found}: pass a bool")
+    return value
+
+
 def _printable(value: object) -> object:
     """The value, or words for an integer of more digits than Python prints."""
     too_long = isinstance(value, int) and value.bit_length() > _MOST_BITS

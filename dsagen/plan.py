@@ -119,7 +119,7 @@ class CheckedGuard:
 class KernelPlan:
     """Everything that rendering, building, loading and launching one variant need to agree on.
 
-    `template` renders it; `constants` become one C++ struct; `params` is the argument block, packed as given. The
+    `constants` become one C++ struct; `params` is the argument block, packed as given. The
     launch is `grid` CTAs (an expression over run-time names, for people; the family's op computes it) of `threads`
     threads with `smem_bytes` of dynamic shared memory. `overlaps_previous` marks a kernel that waits for its
     predecessor inside (programmatic dependent launch where the arch has it). `moves_registers` marks one whose warps
@@ -127,7 +127,6 @@ class KernelPlan:
     """
 
     variant: Variant
-    template: str
     constants: tuple[tuple[str, int | float], ...]
     types: tuple[TypeAlias, ...]
     threads: int

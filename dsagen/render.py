@@ -19,6 +19,8 @@ import jinja2
 from dsagen.errors import DsagenError
 from dsagen.plan import KernelPlan
 
+# Every family's unit: a plan says what is in it.
+_UNIT_TEMPLATE = "kernel.cu.j2"
 _INCLUDE = re.compile(r'^#include "([^"]+)"$')
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
@@ -114,6 +116,6 @@ def render(plan: KernelPlan, read: Callable[[str], str] = read_header) -> Render
     constants = [
         (name, "float" if isinstance(value, float) else "int", constant_text(value)) for name, value in plan.constants
     ]
-    printed = environment().get_template(plan.template).render(plan=plan, constants=constants)
+    printed = environment().get_template(_UNIT_TEMPLATE).render(plan=plan, constants=constants)
     data = plan.to_json()
     return RenderedUnit(plan.slug, plan.symbol, plan.variant.arch, inline_headers(printed, read), data["variant"], data)

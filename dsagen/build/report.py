@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dsagen.arch import MAX_REGISTERS_PER_THREAD
 from dsagen.guard import failures
 from dsagen.limits import BUILD_GUARDS
 
@@ -24,8 +25,6 @@ _ERROR_LINE = re.compile(r"\b(?:error|fatal)\b", re.IGNORECASE)
 _SUMMARY_LINE = re.compile(r"\d+ errors? detected|compilation aborted", re.IGNORECASE)
 _KILLED = re.compile(r"died due to signal 9|\bKilled\b")
 _KILLED_EXIT_CODES = (137, -9)
-# What a thread can have on every arch.
-MAX_REGISTERS = 255
 _HINTS = (
     (
         re.compile(r"Unsupported \.version"),
@@ -103,7 +102,7 @@ def refusal(report: KernelReport, plan: Mapping[str, Any]) -> str | None:
         "allow_spill_bytes": int(plan.get("allow_spill_bytes", 0)),
         "performance_messages": len(report.performance_messages),
         "registers": report.registers,
-        "registers_cap": int(plan.get("registers_cap", MAX_REGISTERS)),
+        "registers_cap": int(plan.get("registers_cap", MAX_REGISTERS_PER_THREAD)),
         "moves_registers": bool(plan.get("moves_registers", False)),
     }
     first_message = next(iter(report.performance_messages), "")

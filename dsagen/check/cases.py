@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import product
-from typing import Literal
+from typing import ClassVar, Literal
 
 Tier = Literal["quick", "full"]
 TIERS: tuple[Tier, ...] = ("quick", "full")
@@ -100,6 +100,8 @@ class DecodeCase:
     page. `num_splits` forces the split count. `lse` is (base, value of an empty row). `sample_rows` bounds how many
     query tokens are compared; 0 compares all.
     """
+
+    op: ClassVar[str] = "sparse_decode"
 
     name: str
     batch: int

@@ -38,8 +38,6 @@ Case = DecodeCase | TopkCase
 # What the runtime gives has both ops; a model of one in a test has one.
 Load = Callable[..., Any]
 
-OP, TOPK_OP = "sparse_decode", "topk"
-
 
 @dataclass
 class KernelCache:
@@ -65,9 +63,9 @@ class KernelCache:
 
     def _for_topk(self) -> TopkKernels:
         """Kernels of top-k alone, with room for the slots of every case."""
-        key = (0, TOPK_OP, "")
+        key = (0, TopkCase.op, "")
         if key not in self._loaded:
-            spec = self.spec.replace(ops=[TOPK_OP], extra_kv="none", topk=MOST_SLOTS)
+            spec = self.spec.replace(ops=[TopkCase.op], extra_kv="none", topk=MOST_SLOTS)
             self._loaded[key] = self.load(spec, device=self.device)
         kernels: TopkKernels = self._loaded[key]
         return kernels
@@ -111,7 +109,7 @@ def run_check(
         cases = cases_of(spec, arch, tier, only)
         # Loading compiles what is missing; a build error is the caller's, no case's.
         for op in spec.ops:
-            kernels(DecodeCase("", 1, 1, 1, 1, 1) if op == OP else TopkCase("", 1, 1, 1))
+            kernels(DecodeCase("", 1, 1, 1, 1, 1) if op == DecodeCase.op else TopkCase("", 1, 1, 1))
         results = run_cases(cases, kernels, chosen, seed, console)
         report = CheckReport(spec.name, tier, seed, torch.cuda.get_device_name(chosen), "", results, host)
         if record and only is None:
@@ -144,13 +142,13 @@ def run_cases(
 
 
 def _not_run(case: Case, why: str) -> CaseResult:
-    return CaseResult(case.name, "not_run", problem=why, op=TOPK_OP if isinstance(case, TopkCase) else OP)
+    return CaseResult(case.name, "not_run", problem=why, op=case.op)
 
 
 def run_case(run: CaseRun | TopkRun) -> tuple[CaseResult, bool]:
     """(result, whether the device is now unusable)."""
     result, faulted = _run_case(run)
-    return replace(result, op=TOPK_OP if isinstance(run, TopkRun) else OP), faulted
+    return replace(result, op=run.case.op), faulted
 
 
 def _run_case(run: CaseRun | TopkRun) -> tuple[CaseResult, bool]:
@@ -192,7 +190,7 @@ def cases_of(spec: DeploymentSpec, arch: str, tier: Tier, only: str | None = Non
     matrix.require_complete()
     cases: tuple[Case, ...] = ()
     for op in spec.ops:
-        cases += topk_cases(tier) if op == TOPK_OP else _decode_cases(spec, main_plan(matrix.plans()), arch, tier)
+        cases += topk_cases(tier) if op == TopkCase.op else _decode_cases(spec, main_plan(matrix.plans()), arch, tier)
     if only is None:
         return cases
     chosen = tuple(case for case in cases if fnmatch.fnmatchcase(case.name, only))
@@ -211,7 +209,7 @@ def _decode_cases(spec: DeploymentSpec, main: KernelPlan, arch: str, tier: Tier)
 
 def main_plan(plans: Sequence[KernelPlan]) -> KernelPlan:
     """The main kernel of sparse decode among a spec's plans."""
-    return next(plan for plan in plans if plan.variant.family == OP and plan.variant.kernel == "main")
+    return next(plan for plan in plans if plan.variant.family == DecodeCase.op and plan.variant.kernel == "main")
 
 
 def device_problem(spec: DeploymentSpec, device: int | str | torch.device | None = None) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import product
+from typing import ClassVar
 
 from dsagen.check.cases import Tier
 
@@ -69,6 +70,8 @@ class Probe(StrEnum):
 @dataclass(frozen=True)
 class TopkCase:
     """One run of the op. `misaligned` is by how many elements the first row is off; `far` puts rows 2^32 apart."""
+
+    op: ClassVar[str] = "topk"
 
     name: str
     rows: int

@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from dsagen import knobs
+from dsagen.emulator.operations import LOCAL_WINDOW, PARAM_WINDOW, SHARED_RESERVE
 from dsagen.errors import EmulatorError
 
 SOURCES = Path(__file__).parent / "vm"
@@ -89,6 +90,10 @@ def load_library(folder: Path | None = None) -> Library:
     handle.vm_run.argtypes = (ctypes.POINTER(LaunchBlock),)
     if handle.vm_launch_bytes() != ctypes.sizeof(LaunchBlock):
         raise EmulatorError("vm::Launch and LaunchBlock differ in size: both must have the same fields")
+    handle.vm_address.restype = ctypes.c_uint64
+    stated = (SHARED_RESERVE, LOCAL_WINDOW, PARAM_WINDOW)
+    if tuple(handle.vm_address(n) for n in range(len(stated))) != stated:
+        raise EmulatorError("vm/machine.h and operations.py differ in where shared, local or parameter memory begins")
     names = [handle.vm_instruction_name(n).decode() for n in range(handle.vm_instruction_count())]
     return Library(handle, {name: number for number, name in enumerate(names)})
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from dsagen.emulator.ptx import Addr, Imm, Neg, Operand, Reg, Sink, Sym, Vec
 
-# As in vm/machine.h.
+# As in vm/machine.h; loading the machine compares them.
 SHARED_RESERVE = 1024
 LOCAL_WINDOW = 0x7200_0000_0000
 PARAM_WINDOW = 0x7300_0000_0000

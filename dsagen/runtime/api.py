@@ -16,6 +16,7 @@ from dsagen.families.sparse_decode.choice import Candidate, candidates, choose, 
 from dsagen.families.sparse_decode.op import DecodeShape
 from dsagen.families.topk.op import TopkShape, explain_call
 from dsagen.family import family_of_op
+from dsagen.guard import require_bool, require_int
 from dsagen.log import configure_library_logging
 from dsagen.matrix import expand
 from dsagen.plan import KernelPlan
@@ -41,7 +42,6 @@ from dsagen.runtime.topk import (
     check_windows,
     make_output,
     output_arguments,
-    require_int,
     table_and_page_size,
 )
 from dsagen.spec import DeploymentSpec, load_spec
@@ -174,7 +174,8 @@ class Kernels:
         head = f"{op}: {self.spec.name} on device {kernels.ordinal} ({facts.name}, {arch}, {facts.sm_count} SMs)"
         if op == TOPK_OP:
             capacity = self.spec.selected_topk
-            wanted = TopkShape(batch * s_q, capacity if topk is None else topk, capacity)
+            slots = capacity if topk is None else require_int("topk", topk)
+            wanted = TopkShape(require_int("batch", batch) * require_int("s_q", s_q), slots, capacity)
             return f"{head}\n{explain_call(kernels.by_role[TOPK_OP, 'main'][0], wanted)}"
         shape = self._shape(batch, s_q, self.spec.topk if topk is None else topk)
         judged = self._judge(kernels, shape, num_splits)
@@ -316,7 +317,7 @@ class Kernels:
         with_table = table_of_row is not None or table_starts is not None
         table, tokens = table_and_page_size(page_table, candidate_blocks, page_size, with_table)
         tensors = TopkTensors(scores, lengths, starts, table, table_of_row, table_starts, offsets, out, raw, counts)
-        options = TopkOptions(require_int("k", k), tokens, drop_neg_inf)
+        options = TopkOptions(require_int("k", k), tokens, require_bool("drop_neg_inf", drop_neg_inf))
         arguments = bind(tensors, options, self.spec, self._driver)
         ordinal = self._driver.ordinal(scores.device)
         assert ordinal is not None

@@ -13,7 +13,7 @@ from dsagen.division import page_divisor
 from dsagen.errors import GuardError
 from dsagen.families.topk.guards import PAGE_GUARD, TABLE_GUARD, WIDTH_GUARD, WINDOW_GUARD
 from dsagen.families.topk.op import CANDIDATE_BLOCK, SIZE_GUARDS, TopkShape
-from dsagen.guard import check
+from dsagen.guard import check, require_int
 from dsagen.runtime.driver import Driver
 from dsagen.runtime.launch import ArgumentBlock, KernelLaunch, Number
 from dsagen.runtime.loader import LoadedKernel
@@ -79,13 +79,6 @@ def table_and_page_size(
     if candidate_blocks is not None:
         return candidate_blocks, CANDIDATE_BLOCK
     return page_table, 1 if page_size is None else require_int("page_size", page_size)
-
-
-def require_int(name: str, value: object) -> int:
-    """The value as an int; GuardError for anything else, bool included."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise GuardError(f"[T-12] {name}: expected a whole number, found {type(value).__name__}: pass an int")
-    return value
 
 
 def bind(t: TopkTensors, options: TopkOptions, spec: DeploymentSpec, driver: Driver) -> dict[str, Number]:

@@ -8,7 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dsagen.build import Store, build_units, find_toolchain
+import pytest
+
+from dsagen import knobs
+from dsagen.build import Store, build_units, find_toolchain, toolchain
 
 GOOD_LOG = """\
 ptxas info    : 0 bytes gmem
@@ -78,6 +81,17 @@ def bare_path(folder: Path, *extra: Path) -> str:
         if found and not (tools / name).exists():
             (tools / name).symlink_to(found)
     return ":".join(str(path) for path in (*extra, tools))
+
+
+def install_kit(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Path:
+    """A fake toolkit that DSAGEN_NVCC names, and a store folder of the test's own; the kit's folder."""
+    for name in ("DSAGEN_EXTRA_NVCC_FLAGS", "CUDA_HOME", "CUDA_PATH", *knobs.CODE_CHANGING_VARIABLES):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", bare_path(folder))
+    monkeypatch.setenv("DSAGEN_NVCC", str(write_toolchain(folder / "kit")))
+    monkeypatch.setenv("DSAGEN_CACHE_DIR", str(folder / "store"))
+    toolchain.clear_version_cache()
+    return folder / "kit"
 
 
 def build_in_process(units: list[FakeUnit]) -> list[tuple[str, bool]]:

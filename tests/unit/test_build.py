@@ -13,10 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fake_toolchain import GOOD_LOG, FakeUnit, bare_path, build_in_process, compiles, write_toolchain
+from fake_toolchain import GOOD_LOG, FakeUnit, build_in_process, compiles, install_kit, write_toolchain
 
 from dsagen import knobs
-from dsagen.build import Store, build_units, find_toolchain, make_progress, toolchain, write_generated
+from dsagen.build import Store, build_units, find_toolchain, make_progress, write_generated
 from dsagen.build.key import entry_key, entry_name, source_key
 from dsagen.build.progress import BarProgress, LineProgress, QuietProgress
 from dsagen.errors import BuildError, ToolchainError
@@ -27,14 +27,7 @@ MACHINE_PATH = os.environ.get("PATH", "")
 
 @pytest.fixture(autouse=True)
 def kit(monkeypatch, tmp_path):
-    """A fake toolkit that DSAGEN_NVCC names, and a store folder of the test's own; the kit's folder."""
-    for name in ("DSAGEN_EXTRA_NVCC_FLAGS", "CUDA_HOME", "CUDA_PATH", *knobs.CODE_CHANGING_VARIABLES):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("PATH", bare_path(tmp_path))
-    monkeypatch.setenv("DSAGEN_NVCC", str(write_toolchain(tmp_path / "kit")))
-    monkeypatch.setenv("DSAGEN_CACHE_DIR", str(tmp_path / "store"))
-    toolchain.clear_version_cache()
-    return tmp_path / "kit"
+    return install_kit(monkeypatch, tmp_path)
 
 
 def units(count):

@@ -149,8 +149,10 @@ def test_the_capacity_is_that_of_the_cache_that_is_selected_from():
 WRONG = [
     ({"k": 0}, "[TK-04] k: 0, the spec declares"),
     ({"k": 2049}, "[TK-04] k: 2049, the spec declares"),
-    ({"k": 64.0}, "[T-12] k: expected a whole number, found float"),
-    ({"k": True}, "[T-12] k: expected a whole number, found bool"),
+    ({"k": 64.0}, "[T-12] k: expected a whole number, found 64.0 (float)"),
+    ({"k": True}, "[T-12] k: expected a whole number, found True (bool)"),
+    ({"drop_neg_inf": "no"}, "[T-12] drop_neg_inf: expected True or False, found 'no' (str): pass a bool"),
+    ({"drop_neg_inf": 2}, "[T-12] drop_neg_inf: expected True or False, found 2 (int)"),
     ({"scores": [1.0]}, "[T-01] scores: expected a torch.Tensor, found list"),
     ({"scores": torch.zeros(ROWS, WIDTH, requires_grad=True)}, "[T-02] scores: requires grad"),
     ({"scores": torch.zeros(ROWS, WIDTH, device="meta")}, "[T-03] scores: on meta, expected a CUDA device"),
@@ -171,7 +173,7 @@ WRONG = [
     ({"page_table": ints(ROWS, 9), "table_starts": ints(2)}, "[T-06] table_starts: shape (2,)"),
     ({"page_table": ints(ROWS, 9), "page_size": 0}, "[TK-07] page_size: 0 is outside 1..1073741824"),
     ({"page_table": ints(ROWS, 9), "page_size": 2**30 + 1}, "[TK-07] page_size: 1073741825 is outside"),
-    ({"page_table": ints(ROWS, 9), "page_size": "64"}, "[T-12] page_size: expected a whole number, found str"),
+    ({"page_table": ints(ROWS, 9), "page_size": "64"}, "[T-12] page_size: expected a whole number, found '64' (str)"),
     ({"page_table": ints(ROWS, 9), "candidate_blocks": ints(ROWS, 9)}, "[T-15] candidate_blocks: given with page_tab"),
     ({"page_size": 64}, "[T-15] page_size, table_of_row, table_starts: nothing reads them without page_table"),
     ({"table_of_row": ints(ROWS)}, "[T-15] page_size, table_of_row, table_starts: nothing reads"),
@@ -260,3 +262,6 @@ def test_explain_says_what_is_checked(kernels):
     assert text.endswith("grid: 128 CTAs, one a row\nworkspace: 0 B")
     assert "refuses: k: 4096" in kernels.explain("topk", batch=1, topk=4096)
     assert kernels.explain("topk", batch=1, topk=4096).endswith("chosen: none")
+    for size in ({"batch": "2"}, {"batch": 1, "s_q": 1.5}, {"batch": 1, "topk": True}):
+        with pytest.raises(GuardError, match=rf"^\[T-12\] {list(size)[-1]}: expected a whole number, found "):
+            kernels.explain("topk", **size)

@@ -11,10 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fake_toolchain import FakeUnit, bare_path, compiles, write_toolchain
+from fake_toolchain import FakeUnit, compiles, install_kit, write_toolchain
 
 from dsagen import knobs
-from dsagen.build import Store, build_units, find_toolchain, toolchain
+from dsagen.build import Store, build_units, find_toolchain
 from dsagen.build.entry import MARKER, MEMBERS
 from dsagen.build.key import compile_flags, source_key
 from dsagen.errors import StoreError, ToolchainError
@@ -25,14 +25,7 @@ UNIT = FakeUnit()
 
 @pytest.fixture(autouse=True)
 def kit(monkeypatch, tmp_path):
-    """A fake toolkit that DSAGEN_NVCC names, and a store folder of the test's own; the kit's folder."""
-    for name in ("DSAGEN_EXTRA_NVCC_FLAGS", "CUDA_HOME", "CUDA_PATH", *knobs.CODE_CHANGING_VARIABLES):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("PATH", bare_path(tmp_path))
-    monkeypatch.setenv("DSAGEN_NVCC", str(write_toolchain(tmp_path / "kit")))
-    monkeypatch.setenv("DSAGEN_CACHE_DIR", str(tmp_path / "store"))
-    toolchain.clear_version_cache()
-    return tmp_path / "kit"
+    return install_kit(monkeypatch, tmp_path)
 
 
 def no_toolchain():
@@ -214,7 +207,7 @@ def test_an_unwritable_store_still_hits_and_a_miss_names_the_variable(monkeypatc
 
 CHILD = """
 import os
-from fake_toolchain import FakeUnit
+from fake_toolchain import FakeUnit, install_kit
 from dsagen.build import Store, build_units
 from dsagen.errors import StoreError
 if os.getuid() == 0:

@@ -11,10 +11,9 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
-from fake_toolchain import FakeUnit, bare_path, write_toolchain
+from fake_toolchain import FakeUnit, install_kit, write_toolchain
 
-from dsagen import knobs
-from dsagen.build import Store, build_units, builder, toolchain, write_generated
+from dsagen.build import Store, build_units, builder, write_generated
 from dsagen.build import compile as compile_module
 from dsagen.build.entry import CUBIN, MARKER, REPORT
 from dsagen.build.progress import QuietProgress
@@ -26,13 +25,7 @@ UNIT = FakeUnit()
 
 @pytest.fixture(autouse=True)
 def kit(monkeypatch, tmp_path):
-    for name in ("DSAGEN_EXTRA_NVCC_FLAGS", "CUDA_HOME", "CUDA_PATH", *knobs.CODE_CHANGING_VARIABLES):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("PATH", bare_path(tmp_path))
-    monkeypatch.setenv("DSAGEN_NVCC", str(write_toolchain(tmp_path / "kit")))
-    monkeypatch.setenv("DSAGEN_CACHE_DIR", str(tmp_path / "store"))
-    toolchain.clear_version_cache()
-    return tmp_path / "kit"
+    return install_kit(monkeypatch, tmp_path)
 
 
 def build():

@@ -304,4 +304,9 @@ extern "C" int vm_run(vm::Launch* launch) {
 
 extern "C" uint32_t vm_instruction_count() { return static_cast<uint32_t>(vm::handlers().size()); }
 extern "C" const char* vm_instruction_name(uint32_t n) { return vm::handlers()[n].first; }
+// What Python states as well: operations.py has these in this order.
+extern "C" uint64_t vm_address(uint32_t n) {
+  constexpr vm::u64 kAddresses[] = {vm::kSharedReserve, vm::kLocalWindow, vm::kParamWindow};
+  return kAddresses[n];
+}
 extern "C" uint32_t vm_launch_bytes() { return sizeof(vm::Launch); }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dsagen.arch import Arch
+from dsagen.arch import MAX_REGISTERS_PER_THREAD, Arch
 from dsagen.arch import arch as arch_row
 from dsagen.families.sparse_decode.geometry import (
     STAGE_TOKENS,
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 NAME = "sparse_decode"
 BODY = "mma_sync"
-TEMPLATE = "kernel.cu.j2"
 COMBINE_REGISTERS = 128
 # Log2 units by which a score may exceed the softmax reference before the reference is raised. bf16 and fp32 have the
 # range for far more; this leaves it to the scales.
@@ -54,7 +53,7 @@ _C_NAMES = {
 
 
 class SparseDecode:
-    """Sparse decode, portable body."""
+    """Sparse decode: the main kernel of body `mma_sync`, and the combine of its splits."""
 
     name = NAME
     ops: tuple[str, ...] = ("sparse_decode",)
@@ -135,7 +134,6 @@ def plan_main(variant: Variant, geometry: Geometry | None = None) -> KernelPlan:
     check(PLAN_GUARDS, values, variant.slug)
     return KernelPlan(
         variant=variant,
-        template=TEMPLATE,
         constants=_main_constants(fmt, chosen, registers_cap),
         types=(
             TypeAlias("Encoding", encoding.cpp, encoding.header),
@@ -160,7 +158,7 @@ def plan_main(variant: Variant, geometry: Geometry | None = None) -> KernelPlan:
 def compiled_registers(threads: int, arch: Arch) -> int:
     """Registers of a thread that ptxas may use: the SM's, dealt evenly to warps in fours, in steps of 8."""
     warps = round_up(threads // 32, 4)
-    return min(255, arch.registers_per_sm // (32 * warps) // 8 * 8)
+    return min(MAX_REGISTERS_PER_THREAD, arch.registers_per_sm // (32 * warps) // 8 * 8)
 
 
 def moved_registers(geometry: Geometry) -> int:
@@ -229,7 +227,6 @@ def _plan_combine(variant: Variant) -> KernelPlan:
     check(guards, values, variant.slug)
     return KernelPlan(
         variant=variant,
-        template=TEMPLATE,
         constants=(("kValueDims", variant.axis_int("dv")),),
         types=(TypeAlias("Body", "sparse_decode::Combine<Constants, Params>", "sparse_decode/combine.cuh"),),
         threads=threads,

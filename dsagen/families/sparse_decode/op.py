@@ -11,7 +11,6 @@ from typing import Literal
 
 from dsagen.arch import SMEM_RESERVED_PER_BLOCK_BYTES
 from dsagen.arch import arch as arch_row
-from dsagen.errors import GuardError
 from dsagen.families.sparse_decode.guards import SIZE_GUARD
 from dsagen.families.sparse_decode.schedule import (
     BATCH_INVARIANT_SPLIT_TOKENS,
@@ -20,7 +19,7 @@ from dsagen.families.sparse_decode.schedule import (
     choose_splits,
     tile_time_us,
 )
-from dsagen.guard import check
+from dsagen.guard import check, require_int
 from dsagen.kv_format import kv_format
 from dsagen.plan import KernelPlan, round_up
 
@@ -142,9 +141,7 @@ def _require_sizes(shape: DecodeShape, num_splits: int | None) -> None:
     if num_splits is not None:
         sizes["num_splits"] = (num_splits, 1)
     for name, (value, least) in sizes.items():
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise GuardError(f"[T-12] {name}: expected a whole number, found {value!r} ({type(value).__name__})")
-        check([SIZE_GUARD], {"size": value, "least": least}, name=name)
+        check([SIZE_GUARD], {"size": require_int(name, value), "least": least}, name=name)
 
 
 def _lay_out(

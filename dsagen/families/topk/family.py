@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 NAME = "topk"
 BODY = "row_select"
-TEMPLATE = "kernel.cu.j2"
 # Two rows of a block of 1024 threads never share an SM: one has all of its registers.
 MOST_REGISTERS = 64
 
@@ -81,7 +80,6 @@ def plan_select(variant: Variant, geometry: Geometry | None = None) -> KernelPla
     check(PLAN_GUARDS, values, variant.slug)
     return KernelPlan(
         variant=variant,
-        template=TEMPLATE,
         constants=(
             ("kThreads", g.threads),
             ("kDigitBits", g.digit_bits),
