@@ -64,7 +64,6 @@ def run(
     variant = Variant("model", "test", "small", "sm_90a", (("n", 8),))
     plan = KernelPlan(
         variant,
-        "",
         (),
         (),
         threads,
