@@ -123,8 +123,8 @@ def swept(monkeypatch, figures):
         record_us = options["records"].get(case_key(figures.to_json()["case"]))
         return [replace(figures, record_us=record_us)]
 
-    monkeypatch.setattr("dsagen.bench.run.run_sweep", run_sweep)
-    monkeypatch.setattr("dsagen.bench.run.current_device_name", lambda: DEVICE)
+    monkeypatch.setattr("dsagen.bench.sweep.run_sweep", run_sweep)
+    monkeypatch.setattr("dsagen.bench.sweep.current_device_name", lambda: DEVICE)
     return seen
 
 
