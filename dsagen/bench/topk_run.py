@@ -61,7 +61,7 @@ def sweep_topk(
     for score in sorted(TORCH_SCORES, key=lambda name: name != spec.scores):
         kernels = dsagen.load(spec if spec.scores == score else spec.replace(scores=score))
         kernels.prepare()
-        for case in topk_cases(spec, score, offered_modes(kernels)):
+        for case in topk_cases(spec, score, offered_modes(kernels.topk)):
             inputs = topk_inputs(case, _sets_of(case), device=kernels.device, seed=seed)
             found = measure_topk(kernels, case, inputs)
             progress(f"{spec.name}: {found.title}: {found.gpu_us:.1f} us")

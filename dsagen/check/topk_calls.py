@@ -13,7 +13,7 @@ from dsagen.spec import DeploymentSpec
 
 # What a call promises about equal scores and order, weakest first.
 # off: some k that no other exceeds; set: among equals the lower indices; order: these, ascending.
-MODES = ("off", "set", "order")
+OFF, SET, ORDER = MODES = ("off", "set", "order")
 _MODE_OPTION = "determinism"
 
 
@@ -39,14 +39,14 @@ class TopkCalls:
         return self.run(scores, **options)
 
 
-def offered_modes(kernels: TopkKernels) -> tuple[str, ...]:
-    """Modes that a call may ask for. An op that takes none has the strongest only."""
-    return MODES if _MODE_OPTION in inspect.signature(kernels.topk).parameters else (MODES[-1],)
+def offered_modes(topk: Callable[..., Tensor]) -> tuple[str, ...]:
+    """Modes that a call of the op may ask for. An op that takes none has the strongest only."""
+    return MODES if _MODE_OPTION in inspect.signature(topk).parameters else (MODES[-1],)
 
 
 def topk_calls(kernels: TopkKernels, rows: int, max_cols: int, k: int, mode: str) -> TopkCalls:
     """Calls with up to `max_cols` columns in each of `rows` rows; ValueError for a mode that is not offered."""
-    offered = offered_modes(kernels)
+    offered = offered_modes(kernels.topk)
     if mode not in offered:
         raise ValueError(f"mode {mode!r} is not offered: {', '.join(offered)}")
     options: dict[str, Any] = {_MODE_OPTION: mode} if len(offered) > 1 else {}
