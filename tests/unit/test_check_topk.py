@@ -120,10 +120,10 @@ def prefers_high_indices(model, scores, k, lengths, starts, drops):
 
 
 def keeps_candidates(most):
-    """Scores behind the first `most` of the threshold's bin are lost; a bin has the upper 16 bits of an fp32."""
+    """Scores behind the first `most` of the threshold's bin are lost; a bin has the upper 11 bits of an fp32."""
 
     def select(model, scores, k, lengths, starts, drops):
-        bins = scores.float().view(torch.int32) >> 16
+        bins = scores.float().view(torch.int32) >> 21
         want, _ = right(model, scores, k, lengths, starts, drops)
         last = bins.gather(1, want[:, -1:].clamp(min=0))
         place = (bins == last).cumsum(1)
