@@ -38,6 +38,7 @@ Exchange& exchange();
 void collective(Op op, int line);
 
 int thread_index();
+int block_threads();
 uint32_t block_index();
 
 // `threads` threads meet at a barrier; returns the disjunction of their flags. All of them either reduce or do not.
