@@ -22,6 +22,7 @@ struct SharedStorage {
 #include "prims/ptx/bulk.cuh"
 #include "prims/ptx/mbarrier.cuh"
 #include "prims/ptx/convert.cuh"
+#include "prims/ptx/copy_group.cuh"
 #include "prims/ptx/global.cuh"
 #include "prims/ptx/memory.cuh"
 #include "prims/ptx/mma.cuh"
