@@ -22,8 +22,10 @@ from dsagen.guard import require_bool, require_int
 from dsagen.log import configure_library_logging
 from dsagen.matrix import expand
 from dsagen.plan import KernelPlan
+from dsagen.runtime.cache_ops import CacheOps
 from dsagen.runtime.driver import CudaDriver, DeviceFacts, Driver
-from dsagen.runtime.launch import Number
+from dsagen.runtime.kv_cache import OP as CACHE_OP
+from dsagen.runtime.launch import Number, ReadyLaunches
 from dsagen.runtime.loader import Loader, ReadCubins, device_arch, read_cubins
 from dsagen.runtime.plan_cache import PlanCache, PlanKey
 from dsagen.runtime.sparse_decode import (
@@ -38,7 +40,6 @@ from dsagen.runtime.sparse_decode import (
 )
 from dsagen.runtime.topk import OP as TOPK_OP
 from dsagen.runtime.topk import (
-    TopkLauncher,
     TopkOptions,
     TopkTensors,
     bind,
@@ -101,7 +102,7 @@ class DeviceKernels:
         return self.by_role[OP, "combine"][0]
 
 
-class Kernels:
+class Kernels(CacheOps):
     """Kernels of one deployment, made by `dsagen.load`. Safe to use from several threads.
 
     `open_driver` and `read` are what a test replaces: the driver, and where cubins come from.
@@ -125,7 +126,7 @@ class Kernels:
         self._driver = open_driver()
         self._loader = Loader(self._driver, read)
         self._binder = DecodeBinder(spec, self._driver)
-        self._topk_launcher = TopkLauncher(self._driver, self._debug_sync)
+        self._launches = ReadyLaunches(self._driver, self._debug_sync)
         self._devices: dict[int, DeviceKernels] = {}
         self._plans = PlanCache()
         # Shared by calls without a plan. Each holds a few MB at most, and a serving process has a handful of shapes.
@@ -175,12 +176,16 @@ class Kernels:
     ) -> str:
         """Which kernel a call of that shape takes and why: guards of each candidate, partition, workspace.
 
-        A call of topk has batch x s_q rows of `width` scores and `topk` slots in each; it has no splits.
+        A call of topk has batch x s_q rows of `width` scores and `topk` slots in each, one of kv_cache batch x s_q
+        rows; they have no splits.
         """
         self._require_op(op)
         kernels = self._on(self._ordinal(device))
         facts, arch = kernels.facts, kernels.arch
         head = f"{op}: {self.spec.name} on device {kernels.ordinal} ({facts.name}, {arch}, {facts.sm_count} SMs)"
+        if op == CACHE_OP:
+            rows = require_int("batch", batch) * require_int("s_q", s_q)
+            return f"{head}\n{self._explain_rows(kernels.ordinal, rows)}"
         if op == TOPK_OP:
             capacity = self.spec.selected_topk
             slots = capacity if topk is None else require_int("topk", topk)
@@ -359,7 +364,7 @@ class Kernels:
                 given = plan.arguments()
             loaded = [self._loader.load(kernel, ordinal) for kernel in chosen.plans]
             values = {**arguments, **output_arguments(tensors, result), **given}
-            self._topk_launcher.launch(loaded, chosen.ctas, stream, values)
+            self._launches.launch(TOPK_OP, loaded, chosen.ctas, stream, {**values, "row_step": chosen.ctas})
         return result
 
     def topk_workspace_bytes(self, rows: int, width: int, k: int, *, device: Device | None = None) -> int:

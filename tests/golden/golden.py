@@ -65,7 +65,7 @@ def printed_part(text: str) -> list[str]:
     for line in text.splitlines():
         if line.startswith(HEADERS_BEGIN):
             keeping = False
-        elif line.startswith(("struct Constants", "using Encoding", "using Score", "using Body")):
+        elif line.startswith(("struct Constants", "using Encoding", "using Score", "using Codes", "using Body")):
             keeping = True
         if keeping:
             kept.append(line)

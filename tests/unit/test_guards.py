@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
+from kv_cache_trips import KV_CACHE_TRIPS
 
 import dsagen
 from dsagen.arch import arch
@@ -191,6 +192,7 @@ TRIPS: dict[str, dict[str, Trip]] = {
             {"place": [1, 2, 70], "count": 1},
         ),
     },
+    "kv_cache": {guard_id: Trip(*fields) for guard_id, fields in KV_CACHE_TRIPS.items()},
     "topk": {
         "K-01": Trip(
             {"smem_bytes": 101377, "smem_optin_bytes": 101376},
