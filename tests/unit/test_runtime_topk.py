@@ -11,6 +11,7 @@ import torch
 from fake_driver import GOOD, FakeDriver, fake_cubins, unpack
 
 from dsagen.check.run import run_case
+from dsagen.check.topk_calls import MODES
 from dsagen.check.topk_cases import MOST_SLOTS, Probe, topk_cases
 from dsagen.check.topk_run import TopkRun
 from dsagen.errors import DeviceError, DsagenError, FrozenError, GuardError
@@ -522,9 +523,47 @@ def test_plans_are_of_the_declared_op():
 def test_every_call_of_the_check_is_accepted(scores, monkeypatch):
     monkeypatch.setattr(TopkRun, "compare", lambda *_: None)
     driver, kernels = make(scores=scores, topk=MOST_SLOTS)
-    cases = [case for case in topk_cases("quick") if case.probe is Probe.PLAIN]
+    symbols = {plan.slug: plan.symbol for plan in kernels._on(0).plans}
+    cases = [case for case in topk_cases("quick", MODES) if case.probe is Probe.PLAIN]
     for case in cases:
-        case = replace(case, rows=min(case.rows, 9), width=min(case.width, 5000))
+        if not case.name.startswith("topk.body.shared."):
+            case = replace(case, rows=min(case.rows, 9), width=min(case.width, 5000))
+        del driver.launches[:]
         result, _ = run_case(TopkRun(case, lambda _: kernels, torch.device("cpu"), 1))
         assert result.status == "passed", (case.name, result.problem)
-    assert len(driver.launches) == len(cases) > 150
+        # What evidence is recorded for is what was launched.
+        launched = [record.symbol for record in driver.launches]
+        assert sorted(symbols[slug] for slug in result.slugs) == sorted(launched)
+        assert len(launched) == (2 if case.width > 65536 else 1)
+    assert len(cases) > 300
+
+
+def test_the_kernels_of_a_call_are_told_by_its_tensors():
+    driver, kernels = make()
+    by_role = kernels._on(0).by_role
+    small, large, swept = (plan.slug for plan in by_role["topk", "main"])
+    shared = tuple(by_role["topk", role][0].slug for role in ("count", "select"))
+    memory = torch.zeros(90 * 40_000)
+    for rows, width, first, wanted in (
+        (0, WIDTH, 0, ()),
+        (ROWS, 8192, 0, (small,)),
+        (ROWS, 8192, 1, (large,)),
+        (ROWS, 8188, 1, (small,)),
+        (90, 32_768, 0, (large,)),
+        (90, 32_768, 1, (swept,)),
+        (ROWS, 32_768, 1, shared),
+        (90, 40_000, 0, (swept,)),
+    ):
+        scores = memory[first : first + rows * width].view(rows, width)
+        assert kernels.topk_slugs(scores, k=K) == wanted
+        del driver.launches[:]
+        kernels.topk(scores, k=K)
+        assert tuple(record.symbol for record in driver.launches) == tuple(
+            plan.symbol for slug in wanted for plan in kernels._on(0).plans if plan.slug == slug
+        )
+    # Windows may start anywhere.
+    assert kernels.topk_slugs(torch.zeros(ROWS, 8192), k=K, starts=ints(ROWS)) == (large,)
+    with pytest.raises(GuardError, match=r"^\[TK-04\] k: 0, "):
+        kernels.topk_slugs(torch.zeros(ROWS, WIDTH), k=0)
+    with pytest.raises(GuardError, match=r"^\[T-01\] scores: expected a torch.Tensor, found list"):
+        kernels.topk_slugs([1.0], k=K)
