@@ -19,6 +19,7 @@ struct SharedStorage {
 };
 #include "prims/ptx/atomic.cuh"
 #include "prims/ptx/bulk.cuh"
+#include "prims/ptx/copy_group.cuh"
 #include "prims/ptx/mbarrier.cuh"
 #include "prims/ptx/convert.cuh"
 #include "prims/ptx/memory.cuh"
