@@ -170,7 +170,8 @@ def _not_run(case: Case, why: str) -> CaseResult:
 def run_case(run: CaseRun | TopkRun | KvRun) -> tuple[CaseResult, bool]:
     """(result, whether the device is now unusable)."""
     result, faulted = _run_case(run)
-    return replace(result, op=run.case.op), faulted
+    slugs = tuple(sorted(run.launched)) if isinstance(run, TopkRun) else None
+    return replace(result, op=run.case.op, slugs=slugs), faulted
 
 
 def _run_case(run: CaseRun | TopkRun | KvRun) -> tuple[CaseResult, bool]:

@@ -367,6 +367,16 @@ class Kernels(CacheOps):
             self._launches.launch(TOPK_OP, loaded, chosen.ctas, stream, {**values, "row_step": chosen.ctas})
         return result
 
+    def topk_slugs(self, scores: torch.Tensor, *, k: int, starts: torch.Tensor | None = None) -> tuple[str, ...]:
+        """Names of the kernels that topk takes for these tensors, in the order of their launches; none without rows."""
+        self._require_op(TOPK_OP)
+        tensors = TopkTensors(scores, starts=starts)
+        bind(tensors, TopkOptions(require_int("k", k), 1, drop_neg_inf=False), self.spec, self._driver)
+        ordinal = self._driver.ordinal(scores.device)
+        assert ordinal is not None
+        chosen = self._choose_topk(ordinal, shape_of(tensors, k, self.spec))
+        return tuple(plan.slug for plan in chosen.plans) if scores.shape[0] else ()
+
     def topk_workspace_bytes(self, rows: int, width: int, k: int, *, device: Device | None = None) -> int:
         """Bytes of the workspace that a plan of that shape needs; 0 where no row is shared. Allocates nothing."""
         self._require_op(TOPK_OP)

@@ -20,6 +20,7 @@ struct SharedStorage {
 #include "prims/ptx/arithmetic.cuh"
 #include "prims/ptx/atomic.cuh"
 #include "prims/ptx/bulk.cuh"
+#include "prims/ptx/copy_group.cuh"
 #include "prims/ptx/mbarrier.cuh"
 #include "prims/ptx/convert.cuh"
 #include "prims/ptx/copy_group.cuh"
