@@ -352,6 +352,7 @@ class Kernels(CacheOps):
         if plan is not None:
             self._require_own_topk(plan)
             plan.require_shape(rows, int(scores.shape[1]), k, scores.device)
+            plan.require_apart(tensors.given())
         result = make_output(tensors, k)
         if rows:
             stream = self._driver.current_stream(ordinal)
