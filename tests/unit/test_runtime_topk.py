@@ -65,9 +65,9 @@ def test_block_of_a_plain_call():
     }
     assert (out.shape, out.dtype, out.is_contiguous()) == ((ROWS, K), torch.int32, True)
     (record,) = driver.launches
-    plan = kernels._on(0).by_role["topk", "main"][0]
+    plan = kernels._on(0).by_role["topk", "main"][1]
     assert record.symbol == plan.symbol
-    assert (record.config.grid, record.config.threads, record.config.smem_bytes) == (ROWS, 256, plan.smem_bytes)
+    assert (record.config.grid, record.config.threads, record.config.smem_bytes) == (ROWS, 1024, plan.smem_bytes)
     assert not record.config.overlaps_previous
 
 
@@ -137,7 +137,7 @@ def test_the_stride_of_a_single_row_does_not_matter():
 def test_a_spec_with_both_ops_loads_the_kernels_of_both():
     driver, kernels = make(ops=["sparse_decode", "topk"])
     kernels.topk(torch.zeros(ROWS, WIDTH), k=K)
-    assert driver.loads == [kernels._on(0).by_role["topk", "main"][0].symbol]
+    assert driver.loads == [kernels._on(0).by_role["topk", "main"][1].symbol]
     assert len(kernels._on(0).plans) == 5 + 2
 
 
@@ -322,9 +322,10 @@ def test_the_kernels_of_a_call_are_told_by_its_tensors():
     memory = torch.zeros(90 * 40_000)
     for rows, width, first, wanted in (
         (0, WIDTH, 0, ()),
-        (ROWS, 8192, 0, (small,)),
-        (ROWS, 8192, 1, (large,)),
-        (ROWS, 8188, 1, (small,)),
+        (ROWS, 8192, 0, (large,)),
+        (133, 8192, 0, (small,)),
+        (133, 8192, 1, (large,)),
+        (133, 8188, 1, (small,)),
         (90, 32_768, 0, (large,)),
         (90, 32_768, 1, (swept,)),
         (ROWS, 32_768, 1, shared),
@@ -338,7 +339,7 @@ def test_the_kernels_of_a_call_are_told_by_its_tensors():
             plan.symbol for slug in wanted for plan in kernels._on(0).plans if plan.slug == slug
         )
     # Windows may start anywhere.
-    assert kernels.topk_slugs(torch.zeros(ROWS, 8192), k=K, starts=ints(ROWS)) == (large,)
+    assert kernels.topk_slugs(torch.zeros(133, 8192), k=K, starts=ints(133)) == (large,)
     with pytest.raises(GuardError, match=r"^\[TK-04\] k: 0, "):
         kernels.topk_slugs(torch.zeros(ROWS, WIDTH), k=0)
     with pytest.raises(GuardError, match=r"^\[T-01\] scores: expected a torch.Tensor, found list"):

@@ -262,7 +262,7 @@ def test_two_threads_do_not_come_between_launches_that_share_a_workspace():
         return wait_and_run
 
     driver.make_launch = slow
-    kernels._topk_launcher._launches.clear()
+    kernels._launches._launches.clear()
     outs = [ints(ROWS, K) for _ in range(8)]
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda out: kernels.topk(scores, k=K, plan=plan, out=out), outs))
