@@ -119,8 +119,8 @@ FIT_GUARD = Guard(
 PARTS_GUARD = Guard(
     "TK-16",
     "launch",
-    "2 <= parts",
-    "{rows} rows of {row_bytes} B over {sm_count} SMs: {parts} parts a row, too few to share a row among blocks",
+    "3 <= parts",
+    "{rows} rows of {row_bytes} B over {sm_count} SMs: {parts} parts a row, fewer than the 3 that pay for two launches",
 )
 WORKSPACE_GUARD = Guard(
     "TK-17",
