@@ -25,7 +25,7 @@ PEER_ROWS, PEER_SLOTS, PEER_WIDTHS = (1, 32, 2050), (512, 1024, 2048, 3000), (20
 BODIES: Mapping[str, tuple[int, int]] = {
     "held_small": (900, 4001),
     "held": (300, 20_001),
-    "shared_by_two": (50, 70_001),
+    "shared_by_three": (44, 100_001),
     "shared": (3, 300_001),
     "swept": (200, 70_001),
 }

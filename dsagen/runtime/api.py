@@ -14,18 +14,16 @@ from dsagen import knobs
 from dsagen.errors import DeviceError, DsagenError, FrozenError, GuardError
 from dsagen.families.sparse_decode.choice import Candidate, candidates, choose, explain_choice
 from dsagen.families.sparse_decode.op import DecodeShape
-from dsagen.families.topk.op import Candidate as TopkCandidate
-from dsagen.families.topk.op import TopkShape, explain_call, most_lead
-from dsagen.families.topk.op import choose as choose_topk
+from dsagen.families.topk.op import TopkShape, explain_call
 from dsagen.family import family_of_op
-from dsagen.guard import require_bool, require_int
+from dsagen.guard import require_int
 from dsagen.log import configure_library_logging
 from dsagen.matrix import expand
 from dsagen.plan import KernelPlan
 from dsagen.runtime.cache_ops import CacheOps
 from dsagen.runtime.driver import CudaDriver, DeviceFacts, Driver
 from dsagen.runtime.kv_cache import OP as CACHE_OP
-from dsagen.runtime.launch import Number, ReadyLaunches
+from dsagen.runtime.launch import ReadyLaunches
 from dsagen.runtime.loader import Loader, ReadCubins, device_arch, read_cubins
 from dsagen.runtime.plan_cache import PlanCache, PlanKey
 from dsagen.runtime.sparse_decode import (
@@ -39,18 +37,7 @@ from dsagen.runtime.sparse_decode import (
     require_scale,
 )
 from dsagen.runtime.topk import OP as TOPK_OP
-from dsagen.runtime.topk import (
-    TopkOptions,
-    TopkTensors,
-    bind,
-    check_windows,
-    make_output,
-    output_arguments,
-    require_determinism,
-    shape_of,
-    table_and_page_size,
-)
-from dsagen.runtime.topk_plan import TopkPlan
+from dsagen.runtime.topk_ops import TopkOps
 from dsagen.spec import DeploymentSpec, load_spec
 
 Device = int | str | torch.device
@@ -102,7 +89,7 @@ class DeviceKernels:
         return self.by_role[OP, "combine"][0]
 
 
-class Kernels(CacheOps):
+class Kernels(CacheOps, TopkOps):
     """Kernels of one deployment, made by `dsagen.load`. Safe to use from several threads.
 
     `open_driver` and `read` are what a test replaces: the driver, and where cubins come from.
@@ -128,9 +115,9 @@ class Kernels(CacheOps):
         self._binder = DecodeBinder(spec, self._driver)
         self._launches = ReadyLaunches(self._driver, self._debug_sync)
         self._devices: dict[int, DeviceKernels] = {}
-        self._plans = PlanCache()
-        # Shared by calls without a plan. Each holds a few MB at most, and a serving process has a handful of shapes.
-        self._topk_plans: dict[tuple[int, int, int, int, int], TopkPlan] = {}
+        # What calls without a plan share.
+        self._plans: PlanCache[PlanKey, SparseDecodePlan] = PlanCache()
+        self._topk_plans = PlanCache()
         self._lock = threading.RLock()
         self._default = self._driver.current_device() if device is None else self._ordinal(device)
         self._loader.fetch(self._on(self._default).plans)
@@ -295,134 +282,6 @@ class Kernels(CacheOps):
             plan.launch(binding.arguments, call, stream)
         return results
 
-    def topk(
-        self,
-        scores: torch.Tensor,
-        *,
-        k: int,
-        lengths: torch.Tensor | None = None,
-        starts: torch.Tensor | None = None,
-        page_table: torch.Tensor | None = None,
-        page_size: int | None = None,
-        table_of_row: torch.Tensor | None = None,
-        table_starts: torch.Tensor | None = None,
-        candidate_blocks: torch.Tensor | None = None,
-        offsets: torch.Tensor | None = None,
-        drop_neg_inf: bool = False,
-        determinism: str = "set",
-        plan: TopkPlan | None = None,
-        out: torch.Tensor | None = None,
-        raw: torch.Tensor | None = None,
-        counts: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Indices of the k largest scores of each row, exactly, then -1, on the current stream.
-
-        - scores: [rows, width] of the spec's dtype, last dim contiguous, rows anywhere
-        - lengths, starts: int32 [rows], the window of each row; indices count from its start. A window is bounded to
-          its row, a negative length is 0; with DSAGEN_CHECK_INDICES windows that leave the row are an error
-        - page_table: int32 [rows, pages], or [tables, pages] with table_of_row; an index becomes
-          page_table[table, table_start + index // page_size] x page_size + index % page_size
-        - page_size (1 by default), table_of_row and table_starts (int32 [rows]) go with page_table
-        - candidate_blocks: int32 [rows, blocks], in place of page_table: a table with pages of 8
-        - offsets: int32 [rows], added to each id
-        - drop_neg_inf: select only what exceeds -inf
-        - determinism: "set" selects the same indices at every call, "order" also writes them in ascending order, so
-          that the result is the same to the bit; "off" asks for neither, and gets what "set" does
-        - plan: of plan_topk, for this shape, where the call is captured in a CUDA graph or runs beside others
-        - out: int32 [rows, k], allocated where not given; raw: int32 [rows, k], gets the indices before any
-          transform; counts: int32 [rows], gets how many were selected
-
-        NaN is the lowest score, -0 equals +0, among equals the lower index wins. Ids that the tables cannot give are
-        -1. Returns out. Raises GuardError for what does not fit, FrozenError when the kernel would have to be loaded
-        during capture or after freeze(), DeviceError when the driver refuses.
-        """
-        self._require_op(TOPK_OP)
-        with_table = table_of_row is not None or table_starts is not None
-        table, tokens = table_and_page_size(page_table, candidate_blocks, page_size, with_table)
-        tensors = TopkTensors(scores, lengths, starts, table, table_of_row, table_starts, offsets, out, raw, counts)
-        ordered = require_determinism(determinism)
-        options = TopkOptions(require_int("k", k), tokens, require_bool("drop_neg_inf", drop_neg_inf), ordered)
-        arguments = bind(tensors, options, self.spec, self._driver)
-        ordinal = self._driver.ordinal(scores.device)
-        assert ordinal is not None
-        if self._checks_values:
-            self._refuse_capture(ordinal)
-            check_windows(tensors)
-        rows = int(scores.shape[0])
-        if plan is not None:
-            self._require_own_topk(plan)
-            plan.require_shape(rows, int(scores.shape[1]), k, scores.device)
-            plan.require_apart(tensors.given())
-        result = make_output(tensors, k)
-        if rows:
-            stream = self._driver.current_stream(ordinal)
-            chosen = self._choose_topk(ordinal, shape_of(tensors, k, self.spec))
-            given: dict[str, Number] = {}
-            if chosen.split is not None:
-                plan = plan or self._shared_topk_plan((rows, int(scores.shape[1]), k), ordinal, stream)
-                plan.claim(stream)
-                given = plan.arguments()
-            loaded = [self._loader.load(kernel, ordinal) for kernel in chosen.plans]
-            values = {**arguments, **output_arguments(tensors, result), **given}
-            self._launches.launch(TOPK_OP, loaded, chosen.ctas, stream, {**values, "row_step": chosen.ctas})
-        return result
-
-    def topk_slugs(self, scores: torch.Tensor, *, k: int, starts: torch.Tensor | None = None) -> tuple[str, ...]:
-        """Names of the kernels that topk takes for these tensors, in the order of their launches; none without rows."""
-        self._require_op(TOPK_OP)
-        tensors = TopkTensors(scores, starts=starts)
-        bind(tensors, TopkOptions(require_int("k", k), 1, drop_neg_inf=False), self.spec, self._driver)
-        chosen = self._choose_topk(self._ordinal(scores.device), shape_of(tensors, k, self.spec))
-        return tuple(plan.slug for plan in chosen.plans) if scores.shape[0] else ()
-
-    def topk_workspace_bytes(self, rows: int, width: int, k: int, *, device: Device | None = None) -> int:
-        """Bytes of the workspace that a plan of that shape needs; 0 where no row is shared. Allocates nothing."""
-        self._require_op(TOPK_OP)
-        return self._choose_topk(self._ordinal(device), self._topk_shape(rows, width, k)).workspace_bytes
-
-    def plan_topk(
-        self,
-        rows: int,
-        width: int,
-        k: int,
-        *,
-        workspace: torch.Tensor | None = None,
-        device: Device | None = None,
-    ) -> TopkPlan:
-        """A plan for calls of topk with scores [rows, width] and k slots: a workspace with a stable address.
-
-        `workspace` is uint8 memory of at least `topk_workspace_bytes`, which must serve nothing else; it is set to
-        zeros on the current stream. Without it the plan allocates its own. FrozenError during graph capture.
-        """
-        self._require_op(TOPK_OP)
-        ordinal = self._ordinal(device)
-        if self._driver.is_capturing(ordinal):
-            raise FrozenError(
-                f"topk: no plan for {rows} rows of {width} and k {k} exists, and making one during CUDA graph capture "
-                "is not possible: call plan_topk before the capture and pass its plan"
-            )
-        chosen = self._choose_topk(ordinal, self._topk_shape(rows, width, k))
-        return TopkPlan(self.spec, self._driver, ordinal, (rows, width, k), chosen.split, workspace)
-
-    def _topk_shape(self, rows: int, width: int, k: int) -> TopkShape:
-        """The shape of a plan, with windows anywhere, so that its workspace serves every call."""
-        assert self.spec.scores is not None
-        sizes = require_int("rows", rows), require_int("width", width), require_int("k", k)
-        return TopkShape(*sizes, self.spec.selected_topk, most_lead(self.spec.scores))
-
-    def _choose_topk(self, ordinal: int, shape: TopkShape) -> TopkCandidate:
-        on = self._on(ordinal)
-        plans = {role: plans for (op, role), plans in on.by_role.items() if op == TOPK_OP}
-        return choose_topk(plans, shape, on.facts.sm_count)
-
-    def _shared_topk_plan(self, shape: tuple[int, int, int], ordinal: int, stream: int) -> TopkPlan:
-        key = (*shape, ordinal, stream)
-        with self._lock:
-            plan = self._topk_plans.get(key)
-            if plan is None:
-                plan = self._topk_plans[key] = self.plan_topk(*shape, device=ordinal)
-            return plan
-
     def _shared_plan(self, key: PlanKey) -> SparseDecodePlan:
         with self._lock:
             plan = self._plans.get(key)
@@ -447,10 +306,6 @@ class Kernels(CacheOps):
     def _require_own(self, plan: SparseDecodePlan) -> None:
         if not isinstance(plan, SparseDecodePlan) or plan.spec is not self.spec:
             raise GuardError("[T-09] plan: was not made by these kernels: pass what their plan_sparse_decode returned")
-
-    def _require_own_topk(self, plan: TopkPlan) -> None:
-        if not isinstance(plan, TopkPlan) or plan.spec is not self.spec:
-            raise GuardError("[T-09] plan: was not made by these kernels: pass what their plan_topk returned")
 
     def _require_op(self, op: str) -> None:
         if op not in self.spec.ops:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import NamedTuple
-
-from dsagen.runtime.sparse_decode import SparseDecodePlan
+from collections.abc import Hashable
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 MAX_PLANS = 64
 MAX_WORKSPACE_BYTES = 256 << 20
 
 
 class PlanKey(NamedTuple):
-    """What decides a cached plan; `stream` is a raw handle."""
+    """What decides a cached plan of sparse decode; `stream` is a raw handle."""
 
     batch: int
     s_q: int
@@ -21,15 +20,27 @@ class PlanKey(NamedTuple):
     stream: int
 
 
-class PlanCache:
+class HoldsWorkspace(Protocol):
+    """A plan, as far as its place in the cache goes."""
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of device memory that it holds."""
+
+
+Key = TypeVar("Key", bound=Hashable)
+Plan = TypeVar("Plan", bound=HoldsWorkspace)
+
+
+class PlanCache(Generic[Key, Plan]):
     """The plans used last, within a count and a sum of workspace bytes. Not locked: its owner is."""
 
     def __init__(self, max_plans: int = MAX_PLANS, max_workspace_bytes: int = MAX_WORKSPACE_BYTES) -> None:
         self._max_plans, self._max_workspace_bytes = max_plans, max_workspace_bytes
-        self._plans: OrderedDict[PlanKey, SparseDecodePlan] = OrderedDict()
-        self._pinned: dict[PlanKey, SparseDecodePlan] = {}
+        self._plans: OrderedDict[Key, Plan] = OrderedDict()
+        self._pinned: dict[Key, Plan] = {}
 
-    def get(self, key: PlanKey) -> SparseDecodePlan | None:
+    def get(self, key: Key) -> Plan | None:
         """The plan of that key, which then counts as the one used last."""
         if key in self._pinned:
             return self._pinned[key]
@@ -38,7 +49,7 @@ class PlanCache:
             self._plans.move_to_end(key)
         return plan
 
-    def add(self, key: PlanKey, plan: SparseDecodePlan) -> None:
+    def add(self, key: Key, plan: Plan) -> None:
         """Keep a plan, at the cost of those not used for longest."""
         self._plans[key] = plan
         held_bytes = sum(kept.workspace_bytes for kept in self._plans.values())
@@ -46,7 +57,7 @@ class PlanCache:
             _, dropped = self._plans.popitem(last=False)
             held_bytes -= dropped.workspace_bytes
 
-    def pin(self, key: PlanKey) -> None:
+    def pin(self, key: Key) -> None:
         """Keep a plan for good: a captured graph holds its workspace's address."""
         if key in self._plans:
             self._pinned[key] = self._plans.pop(key)

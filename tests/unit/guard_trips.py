@@ -284,11 +284,11 @@ TRIPS: dict[str, dict[str, Trip]] = {
             {"width": 32765},
         ),
         "TK-16": Trip(
-            {"parts": 1},
-            "[TK-16] 67 rows of 524288 B over 132 SMs: 1 parts a row, too few to share a row among blocks",
-            "2 <= parts",
             {"parts": 2},
-            {"rows": 67, "row_bytes": 524288, "sm_count": 132},
+            "[TK-16] 66 rows of 524288 B over 132 SMs: 2 parts a row, fewer than the 3 that pay for two launches",
+            "3 <= parts",
+            {"parts": 3},
+            {"rows": 66, "row_bytes": 524288, "sm_count": 132},
         ),
         "TK-17": Trip(
             {"workspace_bytes": 4096, "workspace_address": 0x108, "needed_bytes": 4096},

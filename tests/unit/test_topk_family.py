@@ -246,9 +246,8 @@ def test_few_rows_take_no_more_blocks_than_rows(rows: int) -> None:
         (1, 128 << 10, 16),  # by the row's bytes
         (1, 4 << 20, 132),  # by the SMs
         (16, 128 << 10, 8),
-        (64, 128 << 10, 2),
-        (66, 128 << 10, 2),
-        (67, 128 << 10, 1),
+        (44, 128 << 10, 3),
+        (45, 128 << 10, 1),
         (128, 128 << 10, 1),
     ],
 )
@@ -310,7 +309,7 @@ def test_every_way_of_a_call_is_explained_with_the_guard_that_decides() -> None:
     large = by_role["main"][1].slug
     assert f"  {large}: refused\n    [TK-14] width + lead <= row_scores  " in text
     assert "refuses: rows of 131072 scores, up to 0 behind a multiple of 16 bytes: this kernel holds 32768\n" in text
-    assert "[TK-16] 2 <= parts  parts=16  holds" in text
+    assert "[TK-16] 3 <= parts  parts=16  holds" in text
     split = judged[2].split
     assert split is not None
     count, select = by_role[COUNT][0].slug, by_role[SELECT][0].slug

@@ -1,0 +1,198 @@
+"""The methods of loaded kernels that select the largest scores."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+import torch
+
+from dsagen.errors import FrozenError, GuardError
+from dsagen.families.topk.op import Candidate, TopkShape, choose, most_lead
+from dsagen.guard import require_bool, require_int
+from dsagen.runtime.driver import Driver
+from dsagen.runtime.launch import Number, ReadyLaunches
+from dsagen.runtime.loader import Loader
+from dsagen.runtime.plan_cache import PlanCache
+from dsagen.runtime.topk import (
+    OP,
+    TopkOptions,
+    TopkTensors,
+    bind,
+    check_windows,
+    make_output,
+    output_arguments,
+    require_determinism,
+    shape_of,
+    table_and_page_size,
+)
+from dsagen.runtime.topk_plan import TopkPlan
+from dsagen.spec import DeploymentSpec
+
+if TYPE_CHECKING:
+    from dsagen.runtime.api import Device, DeviceKernels
+
+
+class TopkOps(ABC):
+    """topk, its plans and what tells of them, over what `Kernels` provides."""
+
+    spec: DeploymentSpec
+    _driver: Driver
+    _loader: Loader
+    _launches: ReadyLaunches
+    _checks_values: bool
+    # What calls without a plan share, by rows, width, k, device and stream.
+    _topk_plans: PlanCache[tuple[int, int, int, int, int], TopkPlan]
+    _lock: threading.RLock
+
+    @abstractmethod
+    def _require_op(self, op: str) -> None:
+        """GuardError for an op that the spec does not declare."""
+
+    @abstractmethod
+    def _refuse_capture(self, ordinal: int) -> None:
+        """GuardError while a CUDA graph is captured, for what waits for the device."""
+
+    @abstractmethod
+    def _on(self, ordinal: int) -> DeviceKernels:
+        """The deployment's kernels for a device."""
+
+    @abstractmethod
+    def _ordinal(self, device: Device | None) -> int:
+        """A device's number; the default's for None."""
+
+    def topk(
+        self,
+        scores: torch.Tensor,
+        *,
+        k: int,
+        lengths: torch.Tensor | None = None,
+        starts: torch.Tensor | None = None,
+        page_table: torch.Tensor | None = None,
+        page_size: int | None = None,
+        table_of_row: torch.Tensor | None = None,
+        table_starts: torch.Tensor | None = None,
+        candidate_blocks: torch.Tensor | None = None,
+        offsets: torch.Tensor | None = None,
+        drop_neg_inf: bool = False,
+        determinism: str = "set",
+        plan: TopkPlan | None = None,
+        out: torch.Tensor | None = None,
+        raw: torch.Tensor | None = None,
+        counts: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Indices of the k largest scores of each row, exactly, then -1, on the current stream.
+
+        - scores: [rows, width] of the spec's dtype, last dim contiguous, rows anywhere
+        - lengths, starts: int32 [rows], the window of each row; indices count from its start. A window is bounded to
+          its row, a negative length is 0; with DSAGEN_CHECK_INDICES windows that leave the row are an error
+        - page_table: int32 [rows, pages], or [tables, pages] with table_of_row; an index becomes
+          page_table[table, table_start + index // page_size] x page_size + index % page_size
+        - page_size (1 by default), table_of_row and table_starts (int32 [rows]) go with page_table
+        - candidate_blocks: int32 [rows, blocks], in place of page_table: a table with pages of 8
+        - offsets: int32 [rows], added to each id
+        - drop_neg_inf: select only what exceeds -inf
+        - determinism: "set" selects the same indices at every call, "order" also writes them in ascending order, so
+          that the result is the same to the bit; "off" asks for neither, and gets what "set" does
+        - plan: of plan_topk, for this shape, where the call is captured in a CUDA graph or runs beside others
+        - out: int32 [rows, k], allocated where not given; raw: int32 [rows, k], gets the indices before any
+          transform; counts: int32 [rows], gets how many were selected
+
+        NaN is the lowest score, -0 equals +0, among equals the lower index wins. Ids that the tables cannot give are
+        -1. Returns out. Raises GuardError for what does not fit, FrozenError when the kernel would have to be loaded
+        during capture or after freeze(), DeviceError when the driver refuses.
+        """
+        self._require_op(OP)
+        with_table = table_of_row is not None or table_starts is not None
+        table, tokens = table_and_page_size(page_table, candidate_blocks, page_size, with_table)
+        tensors = TopkTensors(scores, lengths, starts, table, table_of_row, table_starts, offsets, out, raw, counts)
+        ordered = require_determinism(determinism)
+        options = TopkOptions(require_int("k", k), tokens, require_bool("drop_neg_inf", drop_neg_inf), ordered)
+        arguments = bind(tensors, options, self.spec, self._driver)
+        ordinal = self._driver.ordinal(scores.device)
+        assert ordinal is not None
+        if self._checks_values:
+            self._refuse_capture(ordinal)
+            check_windows(tensors)
+        rows = int(scores.shape[0])
+        if plan is not None:
+            self._require_own_topk(plan)
+            plan.require_shape(rows, int(scores.shape[1]), k, scores.device)
+            plan.require_apart(tensors.given())
+        result = make_output(tensors, k)
+        if rows:
+            stream = self._driver.current_stream(ordinal)
+            chosen = self._choose_topk(ordinal, shape_of(tensors, k, self.spec))
+            given: dict[str, Number] = {}
+            if chosen.split is not None:
+                plan = plan or self._shared_topk_plan((rows, int(scores.shape[1]), k), ordinal, stream)
+                plan.claim(stream)
+                given = plan.arguments()
+            loaded = [self._loader.load(kernel, ordinal) for kernel in chosen.plans]
+            values = {**arguments, **output_arguments(tensors, result), **given}
+            self._launches.launch(OP, loaded, chosen.ctas, stream, {**values, "row_step": chosen.ctas})
+        return result
+
+    def topk_slugs(self, scores: torch.Tensor, *, k: int, starts: torch.Tensor | None = None) -> tuple[str, ...]:
+        """Names of the kernels that topk takes for these tensors, in the order of their launches; none without rows."""
+        self._require_op(OP)
+        tensors = TopkTensors(scores, starts=starts)
+        bind(tensors, TopkOptions(require_int("k", k), 1, drop_neg_inf=False), self.spec, self._driver)
+        chosen = self._choose_topk(self._ordinal(scores.device), shape_of(tensors, k, self.spec))
+        return tuple(plan.slug for plan in chosen.plans) if scores.shape[0] else ()
+
+    def topk_workspace_bytes(self, rows: int, width: int, k: int, *, device: Device | None = None) -> int:
+        """Bytes of the workspace that a plan of that shape needs; 0 where no row is shared. Allocates nothing."""
+        self._require_op(OP)
+        return self._choose_topk(self._ordinal(device), self._topk_shape(rows, width, k)).workspace_bytes
+
+    def plan_topk(
+        self,
+        rows: int,
+        width: int,
+        k: int,
+        *,
+        workspace: torch.Tensor | None = None,
+        device: Device | None = None,
+    ) -> TopkPlan:
+        """A plan for calls of topk with scores [rows, width] and k slots: a workspace with a stable address.
+
+        `workspace` is uint8 memory of at least `topk_workspace_bytes`, which must serve nothing else; it is set to
+        zeros on the current stream. Without it the plan allocates its own. FrozenError during graph capture.
+        """
+        self._require_op(OP)
+        ordinal = self._ordinal(device)
+        if self._driver.is_capturing(ordinal):
+            raise FrozenError(
+                f"topk: no plan for {rows} rows of {width} and k {k} exists, and making one during CUDA graph capture "
+                "is not possible: call plan_topk before the capture and pass its plan"
+            )
+        chosen = self._choose_topk(ordinal, self._topk_shape(rows, width, k))
+        return TopkPlan(self.spec, self._driver, ordinal, (rows, width, k), chosen.split, workspace)
+
+    def _topk_shape(self, rows: int, width: int, k: int) -> TopkShape:
+        """The shape of a plan, with windows anywhere, so that its workspace serves every call."""
+        assert self.spec.scores is not None
+        sizes = require_int("rows", rows), require_int("width", width), require_int("k", k)
+        return TopkShape(*sizes, self.spec.selected_topk, most_lead(self.spec.scores))
+
+    def _choose_topk(self, ordinal: int, shape: TopkShape) -> Candidate:
+        on = self._on(ordinal)
+        plans = {role: plans for (op, role), plans in on.by_role.items() if op == OP}
+        return choose(plans, shape, on.facts.sm_count)
+
+    def _shared_topk_plan(self, shape: tuple[int, int, int], ordinal: int, stream: int) -> TopkPlan:
+        key = (*shape, ordinal, stream)
+        with self._lock:
+            plan = self._topk_plans.get(key)
+            if plan is None:
+                plan = self.plan_topk(*shape, device=ordinal)
+                self._topk_plans.add(key, plan)
+            elif self._driver.is_capturing(ordinal):
+                self._topk_plans.pin(key)
+            return plan
+
+    def _require_own_topk(self, plan: TopkPlan) -> None:
+        if not isinstance(plan, TopkPlan) or plan.spec is not self.spec:
+            raise GuardError("[T-09] plan: was not made by these kernels: pass what their plan_topk returned")
