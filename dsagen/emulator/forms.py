@@ -73,6 +73,17 @@ def _cvta(lowering: Lowering, ins: Instruction, match: re.Match[str]) -> list[Op
     return [Op("mov_b64", args)]
 
 
+# What an access orders (vm::Semantics), by the word for it; volatile ones are relaxed.
+_SEMANTICS = {"relaxed": 1, "volatile": 1, "acquire": 2, "release": 3, "acq_rel": 4}
+
+
+def _order_flags(opcode: str, default: int) -> int:
+    """Semantics and scope of an access; `default` are those of one that names none. The device is the default scope."""
+    parts = opcode.split(".")
+    semantics = next((_SEMANTICS[part] for part in parts if part in _SEMANTICS), default)
+    return semantics << 13 | ("cta" not in parts) << 24
+
+
 def _memory_parts(opcode: str, orders: set[str]) -> tuple[str, int, str]:
     """Space, elements and type of ld.* or st.*."""
     space, count = "", 1
@@ -114,7 +125,7 @@ def _ld(lowering: Lowering, ins: Instruction, match: re.Match[str]) -> list[Op]:
         raise Unsupported
     args = [lowering.destination(target, 64 if bits == 64 else 32) for target in targets]
     flags = _memory_flags(space, kind, count, wide=wide, register_bits=bits)
-    return [Op("ld", [*args, base], imm=offset, flags=flags)]
+    return [Op("ld", [*args, base], imm=offset, flags=flags | _order_flags(ins.opcode, 0))]
 
 
 def _st(lowering: Lowering, ins: Instruction, match: re.Match[str]) -> list[Op]:
@@ -124,7 +135,8 @@ def _st(lowering: Lowering, ins: Instruction, match: re.Match[str]) -> list[Op]:
     if len(values) != count:
         raise Unsupported
     args = [lowering.source(value, _BITS[kind]) for value in values]
-    return [Op("st", [base, *args], imm=offset, flags=_memory_flags(space, kind, count, wide=wide))]
+    flags = _memory_flags(space, kind, count, wide=wide) | _order_flags(ins.opcode, 0)
+    return [Op("st", [base, *args], imm=offset, flags=flags)]
 
 
 def _atom(lowering: Lowering, ins: Instruction, match: re.Match[str]) -> list[Op]:
@@ -148,7 +160,7 @@ def _atom(lowering: Lowering, ins: Instruction, match: re.Match[str]) -> list[Op
     base, offset, wide = lowering.base(operands[0])
     values = [lowering.source(value, bits) for value in operands[1:]]
     args = [lowering.destination(to, bits), base, values[0], values[-1]]
-    flags = _memory_flags(space, kind, 1, wide=wide) | _ATOMS[key] << 16
+    flags = _memory_flags(space, kind, 1, wide=wide) | _ATOMS[key] << 16 | _order_flags(ins.opcode, 1)
     return [Op("atom", args, imm=offset, flags=flags)]
 
 

@@ -148,12 +148,12 @@ def _regions(program: Program, memory: Memory) -> tuple[ctypes.Array[RegionRow],
     kept: list[object] = []
     for b in memory.buffers:
         end = b.address + b.size_bytes
-        rows.append(RegionRow(b.address, end, b.host, b.writable, b.after_wait, b.name.encode()))
+        rows.append(RegionRow(b.address, end, b.host, b.writable, b.after_wait, b.valid_host, b.name.encode()))
     for variable in program.variables:
         data = ctypes.create_string_buffer(variable.initial, max(len(variable.initial), 1))
         kept.append(data)
         end = variable.address + len(variable.initial)
         host = ctypes.addressof(data)
-        rows.append(RegionRow(variable.address, end, host, variable.writable, 0, variable.name.encode()))
+        rows.append(RegionRow(variable.address, end, host, variable.writable, 0, None, variable.name.encode()))
     rows.sort(key=lambda row: int(row.begin))
     return (RegionRow * len(rows))(*rows), kept

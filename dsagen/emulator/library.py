@@ -67,6 +67,7 @@ class RegionRow(ctypes.Structure):
         ("host", ctypes.c_void_p),
         ("writable", ctypes.c_uint32),
         ("after_wait", ctypes.c_uint32),
+        ("valid", ctypes.c_void_p),
         ("name", ctypes.c_char_p),
     )
 

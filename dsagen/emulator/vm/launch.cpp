@@ -56,7 +56,8 @@ std::string place(const Cta& cta, u32 pc) {
   return out;
 }
 
-Cta::Cta(const Launch& given, const std::vector<Region>& all) : launch(&given), regions(&all) {
+Cta::Cta(const Launch& given, const std::vector<Region>& all, GlobalOrder& order_of_all)
+    : launch(&given), global(&order_of_all), regions(&all) {
   const u32 threads = given.block[0] * given.block[1] * given.block[2];
   const u32 count = (threads + kLanes - 1) / kLanes;
   const size_t row_words = static_cast<size_t>(given.slots) * kLanes;
@@ -65,7 +66,6 @@ Cta::Cta(const Launch& given, const std::vector<Region>& all) : launch(&given), 
   auto base = reinterpret_cast<u32*>((reinterpret_cast<uintptr_t>(storage.data()) + 63) & ~uintptr_t(63));
   warps.resize(count);
   commit_groups.resize(static_cast<size_t>(count) * kLanes);
-  landed.resize(static_cast<size_t>(count) * kLanes);
   for (u32 n = 0; n < count; n++) {
     Warp& w = warps[n];
     w.cta = this;
@@ -119,11 +119,10 @@ void Cta::reset(u32 linear) {
   shared_valid.assign(launch->shared_bytes, 0);
   for (NamedBarrier& barrier : barriers) barrier = NamedBarrier();
   mbarriers.clear();
-  races.on = launch->races != 0;
-  if (races.on) races.reset(static_cast<u32>(warps.size()), launch->shared_bytes);
-  std::fill(landed.begin(), landed.end(), 0);
+  order.reset(*this, linear);
   pending.clear();
   std::fill(commit_groups.begin(), commit_groups.end(), 0);
+  copies_committed.assign(order.on ? commit_groups.size() : 0, {});
   executed = 0;
   random.state = (launch->seed + 1) * 0x9e3779b97f4a7c15ull + linear;
   random.next();
@@ -270,9 +269,9 @@ void Cta::report_deadlock() {
 
 namespace {
 
-void run_ctas(vm::Launch& launch, const std::vector<vm::Region>& regions, std::atomic<uint32_t>& next, uint32_t count,
+void run_ctas(vm::Launch& launch, const std::vector<vm::Region>& regions, vm::GlobalOrder& global, std::atomic<uint32_t>& next, uint32_t count,
               std::mutex& lock, std::string& message) {
-  vm::Cta cta(launch, regions);
+  vm::Cta cta(launch, regions, global);
   try {
     for (uint32_t linear; (linear = next.fetch_add(1)) < count;) cta.run(linear);
   } catch (const vm::Fault& fault) {
@@ -289,14 +288,15 @@ void run_ctas(vm::Launch& launch, const std::vector<vm::Region>& regions, std::a
 // 0, or 1 with a message.
 extern "C" int vm_run(vm::Launch* launch) {
   std::vector<vm::Region> regions(launch->regions, launch->regions + launch->region_count);
+  vm::GlobalOrder global(*launch, regions);
   const uint32_t count = launch->grid[0] * launch->grid[1] * launch->grid[2];
   std::atomic<uint32_t> next{0};
   std::mutex lock;
   std::string message;
   std::vector<std::thread> others;
   for (uint32_t n = 1; n < std::min(launch->os_threads, count); n++)
-    others.emplace_back([&] { run_ctas(*launch, regions, next, count, lock, message); });
-  run_ctas(*launch, regions, next, count, lock, message);
+    others.emplace_back([&] { run_ctas(*launch, regions, global, next, count, lock, message); });
+  run_ctas(*launch, regions, global, next, count, lock, message);
   for (std::thread& other : others) other.join();
   snprintf(launch->message, sizeof launch->message, "%s", message.c_str());
   return message.empty() ? 0 : 1;

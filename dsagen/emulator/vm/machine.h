@@ -44,6 +44,7 @@ struct Region {
   u8* host;
   u32 writable;
   u32 after_wait;  // only accessible past griddepcontrol.wait
+  u8* valid;  // whether each byte has been written; null: all have
   const char* name;
 };
 
@@ -91,7 +92,11 @@ struct Random {
   u32 below(u32 n) { return next() % n; }
 };
 
-struct Cta;
+}  // namespace vm
+
+#include "order.h"
+
+namespace vm {
 
 // Lanes that stand at a CTA barrier.
 struct Stand {
@@ -114,6 +119,7 @@ struct Warp {
   u32 polling = 0;    // last did a failed mbarrier wait, of `poll_address`
   u32 poll_pc = 0, poll_address = 0, poll_parity = 0;
   u32 grid_waited = 0;  // lanes past griddepcontrol.wait
+  u32 store = 0;        // number of the store that runs
   std::vector<Stand> stands;
   std::vector<u8> local;
 
@@ -140,48 +146,20 @@ struct Pending {
   u32 barrier;
   u32 pc;
   u32 lane_bit;
+  u32 number = 0;  // among the thread's copies; for an arrival, how many it waits for
 };
 
-using Clock = std::vector<u32>;
-
-// What races.cpp keeps of a CTA.
-struct RaceDetector {
-  struct Write {
-    u32 clock = 0;
-    u16 agent = 0;
-    bool narrow = false;
-    u32 pc = 0;
-  };
-  bool on = false;
-  u32 agents = 0;  // warps, then the asynchronous engine
-  u32 landings = 0;
-  std::vector<u32> clocks;       // [warp][agent]
-  std::vector<Write> writes;     // last one of each word
-  std::vector<u32> reads;        // [word][agent], clock of its last read
-  std::vector<u32> read_places;  // [word], pc of the last read
-
-  u32* clock_of(u32 warp) { return &clocks[static_cast<size_t>(warp) * agents]; }
-  void reset(u32 warp_count, u32 shared_bytes);
-  void release(u32 warp, Clock& into);
-  void acquire(u32 warp, const Clock& from);
-  void release_landing(u32 landing, Clock& into);
-  void acquire_landing(u32 warp, u32 landing);
-  void access(const Cta& cta, const Warp& w, u32 offset, u32 bytes, bool write);
-  void issue(const Cta& cta, const Warp& w, u32 offset, u32 bytes);
-  u32 land(u32 offset, u32 bytes);
-  void check_initialised(const Cta& cta, const Warp& w, u32 offset);
-
- private:
-  void check_write(const Cta& cta, u32 warp, u32 word, bool narrow);
-};
-
-// Clocks of an mbarrier: collected in the running phase, and of the one that completed last.
+// Of an mbarrier: what arrivals of the running phase release, what those of the last phase have; and who has made its
+// initialisation visible to the asynchronous proxy.
 struct MbarrierClocks {
-  Clock arriving, completed;
+  Knowledge arriving, completed;
+  u32 agent = 0, phases = 0;
+  u32 initialiser = 0;  // thread
+  Access fenced{};
 };
 
 struct NamedBarrier {
-  Clock clock;
+  Knowledge clock;
   u32 arrived = 0, expected = 0;  // expected 0: all threads that have not exited
   u32 mode = 0;                   // what those who wait do, see barrier.cpp
   bool any = false, all = true;
@@ -196,10 +174,11 @@ struct Cta {
   std::vector<Warp> warps;
   NamedBarrier barriers[16];
   std::unordered_map<u32, MbarrierClocks> mbarriers;  // by address
-  RaceDetector races;
-  std::vector<u32> landed;  // per thread: its copies' last landing
+  Order order;
+  GlobalOrder* global = nullptr;
   std::vector<Pending> pending;
   std::vector<u32> commit_groups;  // per thread: groups committed so far
+  std::vector<std::vector<u32>> copies_committed;  // per thread: copies up to each commit
   const Region* last_region = nullptr;
   Random random{};
   u64 progress = 0;  // changes whenever something happens that others may wait for
@@ -208,7 +187,7 @@ struct Cta {
   u32 fault_lane = 0;
   const std::vector<Region>* regions = nullptr;
 
-  explicit Cta(const Launch& launch, const std::vector<Region>& regions);
+  Cta(const Launch& launch, const std::vector<Region>& regions, GlobalOrder& global);
   void run(u32 linear);
 
  private:
@@ -229,8 +208,8 @@ const std::vector<std::pair<const char*, Handler>>& handlers();
 
 // ---- memory (memory.cpp) ----
 // Host bytes behind an address, after all checks; `lane` is for the message.
-// Atomic accesses do not race with each other and order nothing.
-u8* access(Warp& w, Space space, u64 address, u32 bytes, bool write, int lane, bool atomic = false);
+// `strong` (AccessFlag): accesses that do not race with each other.
+u8* access(Warp& w, Space space, u64 address, u32 bytes, bool write, int lane, u32 strong = 0);
 u8* shared_bytes(Cta& cta, u32 address, u32 bytes, const char* what);
 const u8* global_source(Cta& cta, u64 address, u32 bytes, bool waited);
 u64 address_of(Warp& w, const Ins& i, u16 operand, int lane);

@@ -1,105 +1,220 @@
-// Happens-before in shared memory. Each warp has a vector clock, with one more entry for the asynchronous engine, whose
-// clock counts landings. A barrier or an mbarrier collects the clocks of those who arrive and gives them to those who
-// wait. Two accesses of a word, one of them a write, by warps that no such chain connects are a race.
+// Accesses that nothing orders.
 #include <algorithm>
 
 #include "machine.h"
 
 namespace vm {
+
+u32 Order::index_of(const Warp& w) { return w.index; }
+
+Access Order::now(const Warp& w, u32 lane, u32 flags) const {
+  const u32 warp = index_of(w);
+  return {linear_, static_cast<u16>(warp), static_cast<u8>(warp), static_cast<u8>(lane), clocks_[warp].time, w.now, flags, w.store};
+}
+
+bool Order::knows(const Warp& w, u32 lane, View view, const Access& access) const {
+  if (access.time == 0) return true;
+  const u32 warp = index_of(w);
+  const WarpClocks& mine = clocks_[warp];
+  if (access.cta == linear_ && access.lane == lane) {
+    if (access.agent == warp) {
+      if (view == kSeen || access.time <= mine.self[view][lane]) return true;
+    } else if (access.agent == warps + warp && access.time <= mine.waited[view][lane]) {
+      return true;
+    }
+  }
+  if (mine.common.knows(linear_, view, access.cta, access.agent, access.lane, access.time)) return true;
+  return (mine.own_mask >> lane & 1) && mine.own[lane]->knows(linear_, view, access.cta, access.agent, access.lane, access.time);
+}
+
+// Whether what the sharers did happens before what the lane does now; else `culprit` is one that does not.
+bool Order::ordered(const Warp& w, u32 lane, const Sharers& sharers, Access& culprit) const {
+  culprit = {sharers.cta, sharers.agent, static_cast<u8>(sharers.agent), 0, sharers.time, sharers.pc, sharers.flags, 0};
+  // All lanes at once, if all are known.
+  const WarpClocks& mine = clocks_[index_of(w)];
+  if (sharers.cta == linear_ && sharers.time != kInFlight && mine.common.views[kSeen].knows_all(sharers.agent, sharers.time)) return true;
+  for (u32 m = sharers.lanes; m != 0; m &= m - 1) {
+    culprit.lane = static_cast<u8>(__builtin_ctz(m));
+    if (!knows(w, lane, kSeen, culprit)) return false;
+  }
+  return true;
+}
+
 namespace {
 
-constexpr u32 kInFlight = ~0u;
-
-[[noreturn]] void report(const Cta& cta, u32 word, const char* what, const char* other, u32 agent, u32 pc) {
-  const std::string who = agent == cta.warps.size() ? std::string("an asynchronous copy") : print("warp %u", agent);
-  fail("race: %s of shared byte %u, which %s %s with no barrier in between (%s)", what, 4 * word, who.c_str(), other,
-       place(cta, pc).c_str());
+std::string cta_name(const Launch& launch, u32 linear) {
+  return print("CTA (%u, %u, %u)", linear % launch.grid[0], linear / launch.grid[0] % launch.grid[1], linear / launch.grid[0] / launch.grid[1]);
 }
 
 }  // namespace
 
-void RaceDetector::reset(u32 warp_count, u32 shared_bytes) {
-  agents = warp_count + 1;
-  clocks.assign(static_cast<size_t>(warp_count) * agents, 0);
-  for (u32 n = 0; n < warp_count; n++) clocks[n * agents + n] = 1;
-  const size_t words = (shared_bytes + 3) / 4;
-  writes.assign(words, Write());
-  reads.assign(words * agents, 0);
-  read_places.assign(words, 0);
-  landings = 0;
+// The lane's access meets another one.
+std::string Order::describe(const Where& where) const {
+  const auto first = static_cast<unsigned long long>(where.offset), last = first + where.bytes - 1;
+  if (where.shared) return print("shared bytes %llu to %llu", first, last);
+  return print("bytes %llu to %llu of buffer %s", first, last, global_->regions[where.region].name);
 }
 
-void RaceDetector::release(u32 warp, Clock& into) {
-  into.resize(agents);
-  u32* own = clock_of(warp);
-  for (u32 n = 0; n < agents; n++) into[n] = std::max(into[n], own[n]);
-  own[warp]++;
+void Order::clash(u32 lane, const char* act, const Access& other, const char* did, const Where& where) const {
+  cta_->fault_lane = lane;
+  const bool copied = other.agent >= warps;
+  fail("race: %s of %s, which %s warp %u, lane %u %s%s (%s); nothing orders the two", act, describe(where).c_str(),
+       cta_name(*cta_->launch, other.cta).c_str(), other.warp, other.lane, copied ? "had copied asynchronously and " : "", did,
+       place(*cta_, other.pc).c_str());
 }
 
-void RaceDetector::acquire(u32 warp, const Clock& from) {
-  u32* own = clock_of(warp);
-  for (size_t n = 0; n < from.size(); n++) own[n] = std::max(own[n], from[n]);
+void Order::check_sharers(const Warp& w, u32 lane, Unit& unit, Shadow& shadow, const char* act, const Where& where) const {
+  const char* did = unit.sharers.flags & kStrong ? "accesses atomically" : "reads";
+  Access culprit;
+  if (unit.sharers.agent != kMany) {
+    if (!ordered(w, lane, unit.sharers, culprit)) clash(lane, act, culprit, did, where);
+    return;
+  }
+  for (const Sharers& sharers : shadow.pool(unit.sharers))
+    if (!ordered(w, lane, sharers, culprit)) clash(lane, act, culprit, did, where);
 }
 
-void RaceDetector::release_landing(u32 landing, Clock& into) {
-  into.resize(agents);
-  into[agents - 1] = std::max(into[agents - 1], landing);
-}
-
-void RaceDetector::acquire_landing(u32 warp, u32 landing) {
-  u32& seen = clock_of(warp)[agents - 1];
-  seen = std::max(seen, landing);
-}
-
-void RaceDetector::check_write(const Cta& cta, u32 warp, u32 word, bool narrow) {
-  const u32* own = clock_of(warp);
-  const Write& last = writes[word];
-  if (last.clock > own[last.agent] && last.agent != warp && !(narrow && last.narrow))
-    report(cta, word, "write", "writes", last.agent, last.pc);
-  const u32* seen = &reads[static_cast<size_t>(word) * agents];
-  u32 unordered = 0;
-  for (u32 n = 0; n < agents; n++) unordered |= static_cast<u32>(seen[n] > own[n] && n != warp);
-  if (unordered == 0) return;
-  for (u32 n = 0; n < agents; n++)
-    if (n != warp && seen[n] > own[n]) report(cta, word, "write", "reads", n, read_places[word]);
-}
-
-// Accesses of fewer than 4 bytes share a word with others that are none of their business: two of them never race.
-void RaceDetector::access(const Cta& cta, const Warp& w, u32 offset, u32 bytes, bool write) {
-  const bool narrow = bytes < 4;
-  u32* own = clock_of(w.index);
-  for (u32 word = offset / 4; word <= (offset + bytes - 1) / 4; word++) {
-    if (write) {
-      check_write(cta, w.index, word, narrow);
-      writes[word] = {own[w.index], static_cast<u16>(w.index), narrow, w.now};
-      continue;
+// The lane joins those that share the unit. Earlier ones of which it knows need not be kept: who knows of it knows of them.
+void Order::share(const Warp& w, u32 lane, Unit& unit, Shadow& shadow, u32 flags) {
+  const u32 warp = index_of(w), time = clocks_[warp].time;
+  const Sharers me{linear_, static_cast<u16>(warp), static_cast<u16>(flags), 1u << lane, time, w.now};
+  Sharers& now = unit.sharers;
+  Access culprit;
+  if (now.lanes == 0) {
+    now = me;
+    return;
+  }
+  const auto joins = [&](Sharers& other) {
+    if (other.agent != warp || other.cta != linear_ || other.flags != flags) return false;
+    if (other.time == time) {
+      other.lanes |= 1u << lane;
+      other.pc = w.now;
+      return true;
     }
-    const Write& last = writes[word];
-    if (last.clock > own[last.agent] && last.agent != w.index && !(narrow && last.narrow))
-      report(cta, word, "read", "writes", last.agent, last.pc);
-    if (narrow) continue;
-    reads[static_cast<size_t>(word) * agents + w.index] = own[w.index];
-    read_places[word] = w.now;
+    other.lanes &= ~(1u << lane);
+    if (other.lanes != 0 && !ordered(w, lane, other, culprit)) return false;
+    other = me;
+    return true;
+  };
+  if (now.agent != kMany) {
+    if (joins(now)) return;
+    if (ordered(w, lane, now, culprit)) {
+      now = me;
+      return;
+    }
+    shadow.spread(unit);
   }
+  std::vector<Sharers>& all = shadow.pool(unit.sharers);
+  for (Sharers& other : all)
+    if (joins(other)) return;
+  all.push_back(me);
 }
 
-void RaceDetector::issue(const Cta& cta, const Warp& w, u32 offset, u32 bytes) {
-  for (u32 word = offset / 4; word < (offset + bytes) / 4; word++) {
-    check_write(cta, w.index, word, false);
-    writes[word] = {kInFlight, static_cast<u16>(agents - 1), false, w.now};
+bool Order::is_same_store(const Warp& w, const Access& other) const {
+  return w.store != 0 && other.store == w.store && other.agent == index_of(w) && other.cta == linear_ && other.pc == w.now;
+}
+
+void Order::check(const Warp& w, u32 lane, Unit& unit, Shadow& shadow, Touch touch, u32 flags, const Where& where) {
+  const char* act = touch == Touch::kRead ? "read" : touch == Touch::kWrite ? "write" : "atomic access";
+  if (unit.write.time != 0 && !knows(w, lane, kSeen, unit.write)) {
+    if (touch == Touch::kWrite && is_same_store(w, unit.write))
+      met = true;
+    else
+      clash(lane, act, unit.write, "writes", where);
   }
+  if (touch == Touch::kWrite) {
+    if (unit.sharers.lanes != 0) check_sharers(w, lane, unit, shadow, act, where);
+    return;
+  }
+  if (unit.sharers.lanes != 0) {
+    const bool strong = (unit.sharers.flags & kStrong) != 0;
+    if (strong != ((flags & kStrong) != 0)) {
+      check_sharers(w, lane, unit, shadow, act, where);
+      shadow.drop(unit.sharers);
+    } else if (strong) {
+      check_scopes(w, lane, unit, shadow, flags, where);
+    }
+  }
+  share(w, lane, unit, shadow, flags);
 }
 
-u32 RaceDetector::land(u32 offset, u32 bytes) {
-  landings++;
-  for (u32 word = offset / 4; word < (offset + bytes) / 4; word++) writes[word].clock = landings;
-  return landings;
+// Atomic accesses of two CTAs, of which one has the scope of its CTA only, are a race as well.
+void Order::check_scopes(const Warp& w, u32 lane, Unit& unit, Shadow& shadow, u32 flags, const Where& where) const {
+  Access culprit;
+  const auto one = [&](const Sharers& other) {
+    if (other.cta == linear_ || !((flags | other.flags) & kCtaScope)) return;
+    if (!ordered(w, lane, other, culprit)) clash(lane, "atomic access of CTA scope", culprit, "accesses atomically", where);
+  };
+  if (unit.sharers.agent != kMany)
+    one(unit.sharers);
+  else
+    for (const Sharers& other : shadow.pool(unit.sharers)) one(other);
 }
 
-void RaceDetector::check_initialised(const Cta& cta, const Warp& w, u32 offset) {
-  const Write& last = writes[offset / 4];
-  if (last.agent != w.index && last.clock > clock_of(w.index)[last.agent])
-    report(cta, offset / 4, "use of the mbarrier", "initialises", last.agent, last.pc);
+void Order::shared(const Warp& w, u32 lane, u32 offset, u32 bytes, Touch touch, u32 flags) {
+  const Access mine = now(w, lane, flags);
+  const Where where{true, 0, offset, bytes};
+  shadow_->visit(offset, bytes, touch == Touch::kWrite ? &mine : nullptr, [&](Unit& unit) {
+    check(w, lane, unit, *shadow_, touch, flags, where);
+  });
+}
+
+void Order::global(const Warp& w, u32 lane, u32 region, u64 offset, u32 bytes, Touch touch, u32 flags) {
+  const Access mine = now(w, lane, flags);
+  const Where where{false, region, offset, bytes};
+  GlobalOrder::Page& page = global_->page(region, offset / GlobalOrder::kPageBytes);
+  std::unique_lock<std::mutex> guard(page.lock, std::defer_lock);
+  if (global_->locks) guard.lock();
+  page.shadow.visit(static_cast<u32>(offset % GlobalOrder::kPageBytes), bytes, touch == Touch::kWrite ? &mine : nullptr, [&](Unit& unit) {
+    check(w, lane, unit, page.shadow, touch, flags, where);
+  });
+}
+
+// ---- asynchronous copies ----
+
+// A copy of at most 16 bytes, which the lane waits for itself; returns its number among the lane's.
+u32 Order::issue_copy(const Warp& w, u32 lane, u32 offset, u32 bytes) {
+  const u32 warp = index_of(w);
+  const u32 number = ++clocks_[warp].issued[lane];
+  Access written = now(w, lane);
+  written.agent = static_cast<u16>(warps + warp);
+  written.time = number;
+  issue(w, lane, offset, bytes, written);
+  return number;
+}
+
+void Order::issue_bulk(const Warp& w, u32 lane, u32 offset, u32 bytes) {
+  Access written = now(w, lane, kAsyncProxy);
+  written.agent = kMany;
+  written.time = kInFlight;
+  issue(w, lane, offset, bytes, written);
+}
+
+void Order::issue(const Warp& w, u32 lane, u32 offset, u32 bytes, const Access& written) {
+  const Where where{true, 0, offset, bytes};
+  shadow_->visit(offset, bytes, &written, [&](Unit& unit) {
+    check(w, lane, unit, *shadow_, Touch::kWrite, 0, where);
+    if ((written.flags & kAsyncProxy) == 0 || (unit.write.flags & kAsyncProxy) != 0 || knows(w, lane, kProxied, unit.write)) return;
+    fail("proxy: a bulk copy into %s, which %s warp %u, lane %u wrote (%s), without fence.proxy.async in between", describe(where).c_str(),
+         cta_name(*cta_->launch, unit.write.cta).c_str(), unit.write.warp, unit.write.lane, place(*cta_, unit.write.pc).c_str());
+  });
+}
+
+// From here on who knows of the agent's time knows of the copy.
+void Order::land_bulk(u32 offset, u32 bytes, u32 agent, u32 time) {
+  shadow_->visit(offset, bytes, nullptr, [&](Unit& unit) {
+    unit.write.agent = static_cast<u16>(agent);
+    unit.write.time = time;
+  });
+}
+
+bool Order::knows_write(const Warp& w, u32 lane, u32 offset, View view, Access& found) {
+  bool known = true;
+  shadow_->visit(offset, 4, nullptr, [&](Unit& unit) {
+    found = unit.write;
+    known = knows(w, lane, view, unit.write);
+  });
+  return known;
 }
 
 }  // namespace vm

@@ -99,7 +99,8 @@ void elect(Warp& w, const Ins& i, u32 mask) {
 
 void bar_warp_sync(Warp& w, const Ins& i, u32 mask) {
   VM_OPERANDS;
-  gather(w, mask, member_mask(w, x[0], mask));
+  if (!gather(w, mask, member_mask(w, x[0], mask))) return;
+  if (w.cta->order.on) w.cta->order.meet(w, mask);
 }
 
 // d, a, member mask: the lanes whose a equals this lane's.
