@@ -35,12 +35,6 @@ u8* barrier_bytes(Warp& w, int lane, u32 address, const char* what) {
   return at;
 }
 
-// Before an arrival: what the lane did so far happens before the end of the phase, unless the arrival is relaxed.
-void release(Warp& w, const Ins& i, int lane, u32 address, const char* what) {
-  barrier_bytes(w, lane, address, what);
-  if (w.cta->order.on && (i.flags & kRelaxedFlag) == 0)
-    w.cta->order.release(w, 1u << lane, w.cta->mbarriers[address].arriving);
-}
 
 Mbarrier load(const u8* at) {
   u64 word;
@@ -85,6 +79,23 @@ u64 arrive(Cta& cta, u32 address, i32 count, i32 bytes, const char* what) {
   return token;
 }
 
+// Before an arrival: what the lanes did so far happens before the end of the phase, unless the arrival is relaxed.
+void release(Warp& w, const Ins& i, u32 lanes, u32 address, const char* what) {
+  each_lane(lanes, [&](int l) { barrier_bytes(w, l, address, what); });
+  if (w.cta->order.on && (i.flags & kRelaxedFlag) == 0) w.cta->order.release(w, lanes, w.cta->mbarriers[address].arriving);
+}
+
+// The same for all lanes at once, where they are sure to arrive in one phase of one barrier; `x` is its address.
+bool release_together(Warp& w, const Ins& i, u32 mask, const u16* x, u32 count, const char* what) {
+  const u32 address = narrow_address(w, x, __builtin_ctz(mask));
+  bool same = true;
+  each_lane(mask, [&](int l) { same &= narrow_address(w, x, l) == address; });
+  if (!same) return false;
+  if (load(barrier_bytes(w, __builtin_ctz(mask), address, what)).pending < static_cast<i32>(count)) return false;
+  release(w, i, mask, address, what);
+  return true;
+}
+
 void init(Warp& w, const Ins& i, u32 mask) {
   VM_OPERANDS;
   Cta& cta = *w.cta;
@@ -117,9 +128,12 @@ void inval(Warp& w, const Ins& i, u32 mask) {
 // State, address, count.
 void arrive_count(Warp& w, const Ins& i, u32 mask) {
   VM_OPERANDS;
+  u32 counts = 0;
+  each_lane(mask, [&](int l) { counts += w.row(x[4])[l]; });
+  const bool together = release_together(w, i, mask, x + 1, counts, "mbarrier.arrive");
   each_lane(mask, [&](int l) {
     const i32 count = static_cast<i32>(w.row(x[4])[l]);
-    release(w, i, l, narrow_address(w, x + 1, l), "mbarrier.arrive");
+    if (!together) release(w, i, 1u << l, narrow_address(w, x + 1, l), "mbarrier.arrive");
     put<u64>(w.row(x[0]), l, arrive(*w.cta, narrow_address(w, x + 1, l), count, 0, "mbarrier.arrive"));
   });
 }
@@ -129,7 +143,7 @@ void arrive_expect(Warp& w, const Ins& i, u32 mask) {
   VM_OPERANDS;
   each_lane(mask, [&](int l) {
     const i32 bytes = static_cast<i32>(w.row(x[4])[l]);
-    release(w, i, l, narrow_address(w, x + 1, l), "mbarrier.arrive.expect_tx");
+    release(w, i, 1u << l, narrow_address(w, x + 1, l), "mbarrier.arrive.expect_tx");
     put<u64>(w.row(x[0]), l, arrive(*w.cta, narrow_address(w, x + 1, l), 1, bytes, "mbarrier.arrive.expect_tx"));
   });
 }

@@ -14,7 +14,7 @@ void Order::reset(Cta& cta, u32 linear) {
   if (!on) return;
   clocks_.clear();
   clocks_.resize(warps);
-  if (!shadow_) shadow_ = std::make_unique<Shadow>(cta.launch->shared_bytes);
+  if (!shadow_) shadow_ = std::make_unique<Shadow>(cta.launch->shared_bytes, warps);
   shadow_->reset();
   places_.clear();
 }
@@ -24,54 +24,63 @@ Knowledge& Order::own(WarpClocks& clocks, u32 lane) {
   if (!mine) mine = std::make_unique<Knowledge>();
   if (!(clocks.own_mask >> lane & 1)) mine->clear();
   clocks.own_mask |= 1u << lane;
+  clocks.differs = true;
   return *mine;
 }
 
 // Everything that the lanes know and have done so far goes into `into`; what they do from now on does not.
-void Order::release(const Warp& w, u32 mask, Knowledge& into, u32 into_home) {
-  const u32 warp = index_of(w);
+void Order::release(const Warp& w, u32 mask, Knowledge& into) {
+  const u32 warp = w.index;
   WarpClocks& mine = clocks_[warp];
-  into.merge(into_home, mine.common, linear_);
-  for (u32 m = mask & mine.own_mask; m != 0; m &= m - 1) into.merge(into_home, *mine.own[__builtin_ctz(m)], linear_);
-  Knowledge self;
-  Knowledge& target = into_home == linear_ ? into : self;
+  into.merge(linear_, mine.common, linear_);
+  for (u32 m = mask & mine.own_mask; m != 0; m &= m - 1) into.merge(linear_, *mine.own[__builtin_ctz(m)], linear_);
+  if (mask == w.born && !mine.differs) {
+    into.views[kSeen].raise_all(warp, mine.time++);
+    return;
+  }
   if (mask == w.born)
-    target.views[kSeen].raise_all(warp, mine.time);
+    into.views[kSeen].raise_all(warp, mine.time);
   else
-    for (u32 m = mask; m != 0; m &= m - 1) target.views[kSeen].raise(warp, static_cast<u32>(__builtin_ctz(m)), mine.time);
+    for (u32 m = mask; m != 0; m &= m - 1) into.views[kSeen].raise(warp, static_cast<u32>(__builtin_ctz(m)), mine.time);
   each_view([&](View view) {
     for (u32 m = mask; m != 0; m &= m - 1) {
       const u32 lane = static_cast<u32>(__builtin_ctz(m));
-      if (view != kSeen && mine.self[view][lane] != 0) target.views[view].raise(warp, lane, mine.self[view][lane]);
-      if (mine.waited[view][lane] != 0) target.views[view].raise(warps + warp, lane, mine.waited[view][lane]);
+      if (view != kSeen && mine.self[view][lane] != 0) into.views[view].raise(warp, lane, mine.self[view][lane]);
+      if (mine.waited[view][lane] != 0) into.views[view].raise(warps + warp, lane, mine.waited[view][lane]);
     }
   });
-  if (&target == &self) into.merge(into_home, self, linear_);
   mine.time++;
 }
 
-void Order::acquire(const Warp& w, u32 mask, const Knowledge& from, u32 from_home) {
-  WarpClocks& mine = clocks_[index_of(w)];
+void Order::acquire(const Warp& w, u32 mask, const Knowledge& from) {
+  WarpClocks& mine = clocks_[w.index];
   if (mask == w.live) {
-    mine.common.merge(linear_, from, from_home);
+    mine.common.merge(linear_, from, linear_);
     return;
   }
-  for (u32 m = mask; m != 0; m &= m - 1) own(mine, static_cast<u32>(__builtin_ctz(m))).merge(linear_, from, from_home);
+  for (u32 m = mask; m != 0; m &= m - 1) own(mine, static_cast<u32>(__builtin_ctz(m))).merge(linear_, from, linear_);
 }
 
 // bar.warp.sync
 void Order::meet(const Warp& w, u32 mask) {
-  WarpClocks& mine = clocks_[index_of(w)];
+  WarpClocks& mine = clocks_[w.index];
+  if (mask == w.born && !mine.differs) {
+    mine.common.views[kSeen].raise_all(w.index, mine.time++);
+    return;
+  }
   Knowledge all;
-  release(w, mask, all, linear_);
-  acquire(w, mask, all, linear_);
+  release(w, mask, all);
+  acquire(w, mask, all);
   if (mask == w.live) mine.own_mask = 0;
+  // What has been waited for and fenced is in the common clock from now on.
+  if (mask == w.born) mine.differs = false;
 }
 
 // What the lanes know is from now on known in another way as well.
 void Order::promote(const Warp& w, u32 mask, View view) {
   if (!(views >> view & 1)) return;
-  WarpClocks& mine = clocks_[index_of(w)];
+  WarpClocks& mine = clocks_[w.index];
+  mine.differs = true;
   if (mask == w.live) {
     mine.common.views[view].merge(mine.common.views[kSeen]);
     if (mine.common.foreign)
@@ -118,7 +127,7 @@ void settle(Knowledge& known, const Knowledge& found, bool wide) {
 // Scope 0 is the CTA, 1 the device and beyond.
 void Order::fence(const Warp& w, u32 mask, u32 scope) {
   if (!synchronises()) return;
-  WarpClocks& mine = clocks_[index_of(w)];
+  WarpClocks& mine = clocks_[w.index];
   if (mask == w.live) {
     settle(mine.common, mine.common, scope != 0);
     for (u32 m = mask & mine.own_mask; m != 0; m &= m - 1) {
@@ -143,7 +152,7 @@ void Order::find(const Warp& w, u32 lane, bool global, u64 address, Semantics se
   auto& places = global ? global_->places : places_;
   const auto found = places.find(address);
   if (found == places.end()) return;
-  WarpClocks& mine = clocks_[index_of(w)];
+  WarpClocks& mine = clocks_[w.index];
   const bool acquires = semantics == Semantics::kAcquire || semantics == Semantics::kBoth;
   const auto take = [&](const std::map<u32, Knowledge>& all) {
     for (const auto& [cta, left] : all) {
@@ -163,10 +172,10 @@ void Order::leave(const Warp& w, u32 lane, bool global, u64 address, Semantics s
   const bool releases = semantics == Semantics::kRelease || semantics == Semantics::kBoth;
   const bool wide = scope != 0 && global;
   Knowledge known;
-  const WarpClocks& mine = clocks_[index_of(w)];
+  const WarpClocks& mine = clocks_[w.index];
   const u32 time = mine.time;
-  release(w, 1u << lane, known, linear_);
-  clocks_[index_of(w)].time = releases ? time + 1 : time;
+  release(w, 1u << lane, known);
+  clocks_[w.index].time = releases ? time + 1 : time;
   std::unique_lock<std::mutex> guard(global_->lock, std::defer_lock);
   if (global && global_->locks) guard.lock();
   auto& places = global ? global_->places : places_;
@@ -185,8 +194,9 @@ void Order::leave(const Warp& w, u32 lane, bool global, u64 address, Semantics s
 // ---- 16-byte copies ----
 
 void Order::wait_copies(const Warp& w, u32 lane, u32 count) {
-  u32& waited = clocks_[index_of(w)].waited[kSeen][lane];
+  u32& waited = clocks_[w.index].waited[kSeen][lane];
   waited = std::max(waited, count);
+  clocks_[w.index].differs = true;
 }
 
 void Order::release_copies(u32 warp, u32 lane, u32 count, Knowledge& into) const {

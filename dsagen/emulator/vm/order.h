@@ -91,54 +91,84 @@ struct Unit {
 };
 constexpr u16 kMany = 0xffff;
 
+// The list of a unit with sharers of several warps: a place for each warp of the CTA that the memory belongs to, if it
+// belongs to one, and others.
+struct SharerList {
+  std::vector<Sharers> by_warp;
+  std::vector<Sharers> others;
+};
+
 enum class Touch : u32 { kRead, kWrite, kStrong };
 
 // Units for a stretch of memory: one for 16 bytes as long as they are accessed as a whole, else four or sixteen.
 class Shadow {
  public:
-  explicit Shadow(u32 bytes);
+  Shadow(u32 bytes, u32 warps);  // of one CTA with so many warps, or 0
   ~Shadow();
   Shadow(const Shadow&) = delete;
   void reset();
-  // Calls each(unit) for the units of some bytes. `written`, if not null, is then their last write.
-  template <class F>
-  void visit(u32 offset, u32 bytes, const Access* written, F each) {
+  // Calls each(unit) for the units of some bytes. `written`, if not null, is then their last write. Words that one warp
+  // has written at one time are looked at as one where all are accessed: as long as `sees_all` says that all of that
+  // warp's lanes are known, which of them wrote does not matter.
+  template <class S, class F>
+  void visit(u32 offset, u32 bytes, const Access* written, S sees_all, F each) {
     for (u32 granule = offset / 16; granule <= (offset + bytes - 1) / 16; granule++) {
       const u32 low = std::max(offset, 16 * granule), high = std::min(offset + bytes, 16 * granule + 16);
-      const bool whole = high - low == 16, words = ((low | high) & 3) == 0;
-      split(granule, whole ? 1 : words ? 2 : 3);
-      const u32 level = levels_[granule];
-      Unit* first = level < 3 ? units_ + 4 * granule : bytes_units_[level - 3].data();
-      const u32 shift = level < 3 ? 2 : 0;
-      const u32 begin = level == 1 ? 0 : (low % 16) >> shift, end = level == 1 ? 1 : (high - 16 * granule) >> shift;
+      const bool whole = high - low == 16;
+      const u32 wanted = whole ? kWhole : ((low | high) & 3) == 0 ? kWords : kBytes;
+      u32& level = levels_[granule];
+      Unit* first = units_ + 4 * granule;
+      if (level == kMerged && !(whole && sees_all(first->write))) unmerge(granule);
+      if (level < wanted) split(granule, wanted);
+      if (level == kWords && whole && written == nullptr && sees_all(first->write)) merge(granule);
+      if (level == kWhole || level == kMerged) {
+        each(first[0]);
+        if (written != nullptr) {
+          drop(first->sharers);
+          first->write = *written;
+          level = kWhole;
+        }
+        continue;
+      }
+      const u32 shift = level == kWords ? 2 : 0;
+      if (level >= kBytes) first = bytes_units_[level - kBytes].data();
+      const u32 begin = (low % 16) >> shift, end = (high - 16 * granule) >> shift;
       for (u32 n = begin; n < end; n++) each(first[n]);
       if (written == nullptr) continue;
-      if (whole && level != 1) {
+      if (whole) {
         collapse(granule, *written);
-      } else {
-        for (u32 n = begin; n < end; n++) {
-          drop(first[n].sharers);
-          first[n].write = *written;
-        }
+        continue;
+      }
+      for (u32 n = begin; n < end; n++) {
+        drop(first[n].sharers);
+        first[n].write = *written;
       }
     }
   }
-
-  void drop(Sharers& sharers);
-  std::vector<Sharers>& pool(const Sharers& sharers) { return pools_[sharers.time]; }
+  void drop(Sharers& sharers) {
+    if (sharers.lanes != 0 && sharers.agent == kMany) free_list(sharers.time);
+    sharers.lanes = 0;
+  }
+  SharerList& list(const Sharers& sharers) { return lists_[sharers.time]; }
   void spread(Unit& unit);  // gives the sharers a list of their own
 
  private:
   Unit copied(const Unit& unit);
   void split(u32 granule, u32 level);
+  void merge(u32 granule);
+  void unmerge(u32 granule);
   void collapse(u32 granule, const Access& written);
 
-  u32 bytes_;
-  std::vector<u32> levels_;  // by 16 bytes: 0 untouched, 1 whole, 2 words, else 3 + index of the bytes' units
+  void free_list(u32 list);
+
+  u32 warps_;
+  // By 16 bytes; kBytes + where the bytes' units are.
+  enum Level : u32 { kUntouched, kWhole, kMerged, kWords, kBytes };
+  std::vector<u32> levels_;
   Unit* units_;              // by word
   std::vector<std::array<Unit, 16>> bytes_units_;
-  std::vector<std::vector<Sharers>> pools_;
-  std::vector<u32> free_pools_;
+  std::vector<SharerList> lists_;
+  std::vector<u32> free_lists_;
 };
 
 // What accesses by relaxed and by acquiring instructions find at an address.
@@ -161,7 +191,7 @@ class GlobalOrder {
   static constexpr u32 kPageBytes = 1 << 14;
   struct Page {
     std::mutex lock;
-    Shadow shadow{kPageBytes};
+    Shadow shadow{kPageBytes, 0};
   };
   Page& page(u32 region, u64 number);
 
@@ -174,6 +204,7 @@ class GlobalOrder {
 
 // The clocks of a warp's lanes: what all know, and what single ones know besides.
 struct WarpClocks {
+  bool differs = false;  // lanes' own clocks, copies and fences are not the same for all
   u32 time = 1;
   Knowledge common;
   std::unique_ptr<Knowledge> own[kLanes];
@@ -200,9 +231,9 @@ class Order {
   bool met = false;
 
   void reset(Cta& cta, u32 linear);
-  // Barriers; masks are of the warp's lanes, homes are CTAs whose times a clock has.
-  void release(const Warp& w, u32 mask, Knowledge& into) { release(w, mask, into, linear_); }
-  void acquire(const Warp& w, u32 mask, const Knowledge& from) { acquire(w, mask, from, linear_); }
+  // Barriers; masks are of the warp's lanes.
+  void release(const Warp& w, u32 mask, Knowledge& into);
+  void acquire(const Warp& w, u32 mask, const Knowledge& from);
   void meet(const Warp& w, u32 mask);
   // Fences.
   void fence(const Warp& w, u32 mask, u32 scope);
@@ -229,16 +260,17 @@ class Order {
   bool knows(const Warp& w, u32 lane, View view, const Access& access) const;
 
  private:
-  static u32 index_of(const Warp& w);
   static Knowledge& own(WarpClocks& clocks, u32 lane);
-  void release(const Warp& w, u32 mask, Knowledge& into, u32 into_home);
-  void acquire(const Warp& w, u32 mask, const Knowledge& from, u32 from_home);
   void promote(const Warp& w, u32 mask, View view);
   void issue(const Warp& w, u32 lane, u32 offset, u32 bytes, const Access& written);
   void check(const Warp& w, u32 lane, Unit& unit, Shadow& shadow, Touch touch, u32 flags, const Where& where);
+  auto sees_all(const Warp& w) const;
+  void check_write(const Warp& w, u32 lane, Unit& unit, Touch touch, const Where& where);
   void check_sharers(const Warp& w, u32 lane, Unit& unit, Shadow& shadow, const char* act, const Where& where) const;
   void check_scopes(const Warp& w, u32 lane, Unit& unit, Shadow& shadow, u32 flags, const Where& where) const;
-  void share(const Warp& w, u32 lane, Unit& unit, Shadow& shadow, u32 flags);
+  void share(const Warp& w, u32 lane, Unit& unit, Shadow& shadow, Touch touch, u32 flags, const Where& where);
+  void share_beside(std::vector<Sharers>& others, const Warp& w, u32 lane, const Sharers& me) const;
+  bool joins(const Warp& w, u32 lane, Sharers& other, u32 flags) const;
   bool ordered(const Warp& w, u32 lane, const Sharers& sharers, Access& culprit) const;
   bool is_same_store(const Warp& w, const Access& other) const;
   std::string describe(const Where& where) const;

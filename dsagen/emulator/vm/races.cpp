@@ -5,16 +5,41 @@
 
 namespace vm {
 
-u32 Order::index_of(const Warp& w) { return w.index; }
+// Whether all lanes that an access may be of are known to the warp.
+inline auto Order::sees_all(const Warp& w) const {
+  const Clock& seen = clocks_[w.index].common.views[kSeen];
+  return [&seen, home = linear_](const Access& access) {
+    return access.time != 0 && access.cta == home && seen.knows_all(access.agent, access.time);
+  };
+}
+
+// One access of a unit: first what is frequent.
+inline void Order::check(const Warp& w, u32 lane, Unit& unit, Shadow& shadow, Touch touch, u32 flags, const Where& where) {
+  const WarpClocks& mine = clocks_[w.index];
+  const Access& last = unit.write;
+  Sharers& now = unit.sharers;
+  const bool known = last.time == 0 || (last.cta == linear_ && mine.common.views[kSeen].knows_all(last.agent, last.time));
+  if (!known) check_write(w, lane, unit, touch, where);
+  if (touch == Touch::kWrite) {
+    if (now.lanes != 0) check_sharers(w, lane, unit, shadow, "write", where);
+  } else if (now.lanes == 0) {
+    now = {linear_, static_cast<u16>(w.index), static_cast<u16>(flags), 1u << lane, mine.time, w.now};
+  } else if (now.agent == w.index && now.time == mine.time && now.flags == flags && now.cta == linear_) {
+    now.lanes |= 1u << lane;
+    now.pc = w.now;
+  } else {
+    share(w, lane, unit, shadow, touch, flags, where);
+  }
+}
 
 Access Order::now(const Warp& w, u32 lane, u32 flags) const {
-  const u32 warp = index_of(w);
+  const u32 warp = w.index;
   return {linear_, static_cast<u16>(warp), static_cast<u8>(warp), static_cast<u8>(lane), clocks_[warp].time, w.now, flags, w.store};
 }
 
 bool Order::knows(const Warp& w, u32 lane, View view, const Access& access) const {
   if (access.time == 0) return true;
-  const u32 warp = index_of(w);
+  const u32 warp = w.index;
   const WarpClocks& mine = clocks_[warp];
   if (access.cta == linear_ && access.lane == lane) {
     if (access.agent == warp) {
@@ -31,7 +56,7 @@ bool Order::knows(const Warp& w, u32 lane, View view, const Access& access) cons
 bool Order::ordered(const Warp& w, u32 lane, const Sharers& sharers, Access& culprit) const {
   culprit = {sharers.cta, sharers.agent, static_cast<u8>(sharers.agent), 0, sharers.time, sharers.pc, sharers.flags, 0};
   // All lanes at once, if all are known.
-  const WarpClocks& mine = clocks_[index_of(w)];
+  const WarpClocks& mine = clocks_[w.index];
   if (sharers.cta == linear_ && sharers.time != kInFlight && mine.common.views[kSeen].knows_all(sharers.agent, sharers.time)) return true;
   for (u32 m = sharers.lanes; m != 0; m &= m - 1) {
     culprit.lane = static_cast<u8>(__builtin_ctz(m));
@@ -66,76 +91,83 @@ void Order::clash(u32 lane, const char* act, const Access& other, const char* di
 void Order::check_sharers(const Warp& w, u32 lane, Unit& unit, Shadow& shadow, const char* act, const Where& where) const {
   const char* did = unit.sharers.flags & kStrong ? "accesses atomically" : "reads";
   Access culprit;
-  if (unit.sharers.agent != kMany) {
-    if (!ordered(w, lane, unit.sharers, culprit)) clash(lane, act, culprit, did, where);
-    return;
-  }
-  for (const Sharers& sharers : shadow.pool(unit.sharers))
-    if (!ordered(w, lane, sharers, culprit)) clash(lane, act, culprit, did, where);
+  const auto one = [&](const Sharers& sharers) {
+    if (sharers.lanes != 0 && !ordered(w, lane, sharers, culprit)) clash(lane, act, culprit, did, where);
+  };
+  if (unit.sharers.agent != kMany) return one(unit.sharers);
+  const SharerList& list = shadow.list(unit.sharers);
+  for (const Sharers& sharers : list.by_warp) one(sharers);
+  for (const Sharers& sharers : list.others) one(sharers);
 }
 
-// The lane joins those that share the unit. Earlier ones of which it knows need not be kept: who knows of it knows of them.
-void Order::share(const Warp& w, u32 lane, Unit& unit, Shadow& shadow, u32 flags) {
-  const u32 warp = index_of(w), time = clocks_[warp].time;
-  const Sharers me{linear_, static_cast<u16>(warp), static_cast<u16>(flags), 1u << lane, time, w.now};
-  Sharers& now = unit.sharers;
+// Whether the lane's access can take the place of what others of its warp did, or be one with it. Earlier ones of which
+// it knows need not be kept: who knows of it knows of them.
+bool Order::joins(const Warp& w, u32 lane, Sharers& other, u32 flags) const {
+  const u32 warp = w.index, time = clocks_[warp].time;
+  if (other.agent != warp || other.cta != linear_ || other.flags != flags) return false;
+  if (other.time == time) {
+    other.lanes |= 1u << lane;
+    other.pc = w.now;
+    return true;
+  }
   Access culprit;
-  if (now.lanes == 0) {
+  other.lanes &= ~(1u << lane);
+  if (other.lanes != 0 && !ordered(w, lane, other, culprit)) return false;
+  other = {linear_, static_cast<u16>(warp), static_cast<u16>(flags), 1u << lane, time, w.now};
+  return true;
+}
+
+// The lane joins those that share the unit: readers, or atomic accesses; of the other kind there may be none unordered.
+void Order::share(const Warp& w, u32 lane, Unit& unit, Shadow& shadow, Touch touch, u32 flags, const Where& where) {
+  const char* act = touch == Touch::kRead ? "read" : "atomic access";
+  const bool strong = (unit.sharers.flags & kStrong) != 0;
+  const u32 warp = w.index;
+  const Sharers me{linear_, static_cast<u16>(warp), static_cast<u16>(flags), 1u << lane, clocks_[warp].time, w.now};
+  Sharers& now = unit.sharers;
+  if (strong != (touch == Touch::kStrong)) {
+    check_sharers(w, lane, unit, shadow, act, where);
+    shadow.drop(now);
     now = me;
     return;
   }
-  const auto joins = [&](Sharers& other) {
-    if (other.agent != warp || other.cta != linear_ || other.flags != flags) return false;
-    if (other.time == time) {
-      other.lanes |= 1u << lane;
-      other.pc = w.now;
-      return true;
-    }
-    other.lanes &= ~(1u << lane);
-    if (other.lanes != 0 && !ordered(w, lane, other, culprit)) return false;
-    other = me;
-    return true;
-  };
+  if (strong) check_scopes(w, lane, unit, shadow, flags, where);
   if (now.agent != kMany) {
-    if (joins(now)) return;
-    if (ordered(w, lane, now, culprit)) {
+    if (joins(w, lane, now, flags)) return;
+    Access culprit;
+    if (now.lanes == 0 || ordered(w, lane, now, culprit)) {
       now = me;
       return;
     }
     shadow.spread(unit);
   }
-  std::vector<Sharers>& all = shadow.pool(unit.sharers);
-  for (Sharers& other : all)
-    if (joins(other)) return;
-  all.push_back(me);
+  SharerList& list = shadow.list(now);
+  if (warp < list.by_warp.size()) {
+    Sharers& place = list.by_warp[warp];
+    if (place.lanes == 0)
+      place = me;
+    else if (!joins(w, lane, place, flags))
+      share_beside(list.others, w, lane, me);
+  } else {
+    share_beside(list.others, w, lane, me);
+  }
+}
+
+void Order::share_beside(std::vector<Sharers>& others, const Warp& w, u32 lane, const Sharers& me) const {
+  for (Sharers& other : others)
+    if (joins(w, lane, other, me.flags)) return;
+  others.push_back(me);
 }
 
 bool Order::is_same_store(const Warp& w, const Access& other) const {
-  return w.store != 0 && other.store == w.store && other.agent == index_of(w) && other.cta == linear_ && other.pc == w.now;
+  return w.store != 0 && other.store == w.store && other.agent == w.index && other.cta == linear_ && other.pc == w.now;
 }
 
-void Order::check(const Warp& w, u32 lane, Unit& unit, Shadow& shadow, Touch touch, u32 flags, const Where& where) {
-  const char* act = touch == Touch::kRead ? "read" : touch == Touch::kWrite ? "write" : "atomic access";
-  if (unit.write.time != 0 && !knows(w, lane, kSeen, unit.write)) {
-    if (touch == Touch::kWrite && is_same_store(w, unit.write))
-      met = true;
-    else
-      clash(lane, act, unit.write, "writes", where);
-  }
-  if (touch == Touch::kWrite) {
-    if (unit.sharers.lanes != 0) check_sharers(w, lane, unit, shadow, act, where);
-    return;
-  }
-  if (unit.sharers.lanes != 0) {
-    const bool strong = (unit.sharers.flags & kStrong) != 0;
-    if (strong != ((flags & kStrong) != 0)) {
-      check_sharers(w, lane, unit, shadow, act, where);
-      shadow.drop(unit.sharers);
-    } else if (strong) {
-      check_scopes(w, lane, unit, shadow, flags, where);
-    }
-  }
-  share(w, lane, unit, shadow, flags);
+void Order::check_write(const Warp& w, u32 lane, Unit& unit, Touch touch, const Where& where) {
+  if (knows(w, lane, kSeen, unit.write)) return;
+  if (touch == Touch::kWrite && is_same_store(w, unit.write))
+    met = true;
+  else
+    clash(lane, touch == Touch::kRead ? "read" : touch == Touch::kWrite ? "write" : "atomic access", unit.write, "writes", where);
 }
 
 // Atomic accesses of two CTAs, of which one has the scope of its CTA only, are a race as well.
@@ -145,16 +177,16 @@ void Order::check_scopes(const Warp& w, u32 lane, Unit& unit, Shadow& shadow, u3
     if (other.cta == linear_ || !((flags | other.flags) & kCtaScope)) return;
     if (!ordered(w, lane, other, culprit)) clash(lane, "atomic access of CTA scope", culprit, "accesses atomically", where);
   };
-  if (unit.sharers.agent != kMany)
-    one(unit.sharers);
-  else
-    for (const Sharers& other : shadow.pool(unit.sharers)) one(other);
+  if (unit.sharers.agent != kMany) return one(unit.sharers);
+  const SharerList& list = shadow.list(unit.sharers);
+  for (const Sharers& other : list.others) one(other);
 }
 
 void Order::shared(const Warp& w, u32 lane, u32 offset, u32 bytes, Touch touch, u32 flags) {
-  const Access mine = now(w, lane, flags);
+  Access mine;
+  if (touch == Touch::kWrite) mine = now(w, lane, flags);
   const Where where{true, 0, offset, bytes};
-  shadow_->visit(offset, bytes, touch == Touch::kWrite ? &mine : nullptr, [&](Unit& unit) {
+  shadow_->visit(offset, bytes, touch == Touch::kWrite ? &mine : nullptr, sees_all(w), [&](Unit& unit) {
     check(w, lane, unit, *shadow_, touch, flags, where);
   });
 }
@@ -165,7 +197,7 @@ void Order::global(const Warp& w, u32 lane, u32 region, u64 offset, u32 bytes, T
   GlobalOrder::Page& page = global_->page(region, offset / GlobalOrder::kPageBytes);
   std::unique_lock<std::mutex> guard(page.lock, std::defer_lock);
   if (global_->locks) guard.lock();
-  page.shadow.visit(static_cast<u32>(offset % GlobalOrder::kPageBytes), bytes, touch == Touch::kWrite ? &mine : nullptr, [&](Unit& unit) {
+  page.shadow.visit(static_cast<u32>(offset % GlobalOrder::kPageBytes), bytes, touch == Touch::kWrite ? &mine : nullptr, sees_all(w), [&](Unit& unit) {
     check(w, lane, unit, page.shadow, touch, flags, where);
   });
 }
@@ -174,7 +206,7 @@ void Order::global(const Warp& w, u32 lane, u32 region, u64 offset, u32 bytes, T
 
 // A copy of at most 16 bytes, which the lane waits for itself; returns its number among the lane's.
 u32 Order::issue_copy(const Warp& w, u32 lane, u32 offset, u32 bytes) {
-  const u32 warp = index_of(w);
+  const u32 warp = w.index;
   const u32 number = ++clocks_[warp].issued[lane];
   Access written = now(w, lane);
   written.agent = static_cast<u16>(warps + warp);
@@ -192,7 +224,7 @@ void Order::issue_bulk(const Warp& w, u32 lane, u32 offset, u32 bytes) {
 
 void Order::issue(const Warp& w, u32 lane, u32 offset, u32 bytes, const Access& written) {
   const Where where{true, 0, offset, bytes};
-  shadow_->visit(offset, bytes, &written, [&](Unit& unit) {
+  shadow_->visit(offset, bytes, &written, [](const Access&) { return false; }, [&](Unit& unit) {
     check(w, lane, unit, *shadow_, Touch::kWrite, 0, where);
     if ((written.flags & kAsyncProxy) == 0 || (unit.write.flags & kAsyncProxy) != 0 || knows(w, lane, kProxied, unit.write)) return;
     fail("proxy: a bulk copy into %s, which %s warp %u, lane %u wrote (%s), without fence.proxy.async in between", describe(where).c_str(),
@@ -202,7 +234,7 @@ void Order::issue(const Warp& w, u32 lane, u32 offset, u32 bytes, const Access& 
 
 // From here on who knows of the agent's time knows of the copy.
 void Order::land_bulk(u32 offset, u32 bytes, u32 agent, u32 time) {
-  shadow_->visit(offset, bytes, nullptr, [&](Unit& unit) {
+  shadow_->visit(offset, bytes, nullptr, [](const Access&) { return false; }, [&](Unit& unit) {
     unit.write.agent = static_cast<u16>(agent);
     unit.write.time = time;
   });
@@ -210,7 +242,7 @@ void Order::land_bulk(u32 offset, u32 bytes, u32 agent, u32 time) {
 
 bool Order::knows_write(const Warp& w, u32 lane, u32 offset, View view, Access& found) {
   bool known = true;
-  shadow_->visit(offset, 4, nullptr, [&](Unit& unit) {
+  shadow_->visit(offset, 4, nullptr, sees_all(w), [&](Unit& unit) {
     found = unit.write;
     known = knows(w, lane, view, unit.write);
   });

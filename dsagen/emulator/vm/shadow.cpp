@@ -4,11 +4,7 @@
 #include "machine.h"
 
 namespace vm {
-namespace {
-constexpr u32 kWhole = 1, kWords = 2, kBytes = 3;
-}
-
-Shadow::Shadow(u32 bytes) : bytes_(bytes), levels_((bytes + 15) / 16) {
+Shadow::Shadow(u32 bytes, u32 warps) : warps_(warps), levels_((bytes + 15) / 16) {
   // Never read before split() has cleared it.
   units_ = static_cast<Unit*>(std::calloc(std::max<size_t>(levels_.size() * 4, 1), sizeof(Unit)));
   if (units_ == nullptr) throw Fault{"out of memory for the shadow of memory"};
@@ -19,38 +15,39 @@ Shadow::~Shadow() { std::free(units_); }
 void Shadow::reset() {
   std::fill(levels_.begin(), levels_.end(), 0);
   bytes_units_.clear();
-  free_pools_.clear();
-  for (u32 n = 0; n < pools_.size(); n++) {
-    pools_[n].clear();
-    free_pools_.push_back(n);
-  }
+  free_lists_.clear();
+  for (u32 n = 0; n < lists_.size(); n++) free_list(n);
 }
 
-void Shadow::drop(Sharers& sharers) {
-  if (sharers.lanes != 0 && sharers.agent == kMany) {
-    pools_[sharers.time].clear();
-    free_pools_.push_back(sharers.time);
-  }
-  sharers.lanes = 0;
+void Shadow::free_list(u32 list) {
+  std::fill(lists_[list].by_warp.begin(), lists_[list].by_warp.end(), Sharers{});
+  lists_[list].others.clear();
+  free_lists_.push_back(list);
 }
 
 void Shadow::spread(Unit& unit) {
-  if (free_pools_.empty()) {
-    free_pools_.push_back(static_cast<u32>(pools_.size()));
-    pools_.emplace_back();
+  if (free_lists_.empty()) {
+    free_lists_.push_back(static_cast<u32>(lists_.size()));
+    lists_.emplace_back();
+    lists_.back().by_warp.resize(warps_);
   }
-  const u32 pool = free_pools_.back();
-  free_pools_.pop_back();
-  pools_[pool].push_back(unit.sharers);
-  unit.sharers = {0, kMany, unit.sharers.flags, kFullMask, pool, 0};
+  const u32 list = free_lists_.back();
+  free_lists_.pop_back();
+  if (unit.sharers.agent < warps_)
+    lists_[list].by_warp[unit.sharers.agent] = unit.sharers;
+  else
+    lists_[list].others.push_back(unit.sharers);
+  unit.sharers = {0, kMany, unit.sharers.flags, kFullMask, list, 0};
 }
 
 Unit Shadow::copied(const Unit& unit) {
   Unit out = unit;
   if (unit.sharers.lanes != 0 && unit.sharers.agent == kMany) {
     const u32 from = unit.sharers.time;
+    out.sharers = {};
     spread(out);
-    pools_[out.sharers.time] = pools_[from];
+    lists_[out.sharers.time] = lists_[from];
+    out.sharers.flags = unit.sharers.flags;
   }
   return out;
 }
@@ -61,9 +58,9 @@ void Shadow::split(u32 granule, u32 level) {
   Unit* words = units_ + 4 * granule;
   if (now == 0) {
     for (int n = 0; n < 4; n++) words[n] = Unit{};
-    now = level == kWhole ? kWhole : kWords;
+    now = level == kWhole ? u32{kWhole} : u32{kWords};
   }
-  if (now == kWhole && level > kWhole) {
+  if (now == kWhole && level >= kWords) {
     for (int n = 1; n < 4; n++) words[n] = copied(words[0]);
     now = kWords;
   }
@@ -76,12 +73,29 @@ void Shadow::split(u32 granule, u32 level) {
   }
 }
 
+// Takes four words as one where a warp has written them at one time and nobody has accessed them since. Who wrote which
+// stays in their units.
+void Shadow::merge(u32 granule) {
+  const Unit* words = units_ + 4 * granule;
+  for (int n = 0; n < 4; n++) {
+    const Access &a = words[0].write, &b = words[n].write;
+    if (words[n].sharers.lanes != 0 || a.cta != b.cta || a.agent != b.agent || a.time != b.time || a.flags != b.flags) return;
+  }
+  levels_[granule] = kMerged;
+}
+
+void Shadow::unmerge(u32 granule) {
+  Unit* words = units_ + 4 * granule;
+  for (int n = 1; n < 4; n++) words[n].sharers = copied(words[0]).sharers;
+  levels_[granule] = kWords;
+}
+
 void Shadow::collapse(u32 granule, const Access& written) {
   const u32 level = levels_[granule];
   if (level >= kBytes)
     for (Unit& unit : bytes_units_[level - kBytes]) drop(unit.sharers);
   else
-    for (u32 n = 0; n < (level == kWhole ? 1u : 4u); n++) drop(units_[4 * granule + n].sharers);
+    for (u32 n = 0; n < (level == kWords ? 4u : 1u); n++) drop(units_[4 * granule + n].sharers);
   levels_[granule] = kWhole;
   units_[4 * granule] = Unit{written, {}};
 }
