@@ -179,7 +179,7 @@ void wait(Warp& w, const Ins& i, u32 mask) {
     if (load(barrier_bytes(w, l, address, "mbarrier wait")).phase != parity) {
       done |= 1u << l;
     } else
-      w.poll_address = address, w.poll_parity = parity, w.poll_pc = w.now;
+      w.poll_address = address, w.poll_parity = parity, w.poll_pc = w.now, w.polls_memory = false;
   });
   if (w.cta->order.on && (i.flags & kRelaxedFlag) == 0) acquire_phases(w, x, done);
   w.set_predicate(x[0], mask, done);

@@ -67,12 +67,14 @@ struct Launch {
   u32 local_bytes, shared_bytes, dynamic_shared_bytes;
   u32 grid[3], block[3];
   u32 os_threads, races;
+  u32 schedule, resident;  // Schedule; CTAs that take turns on an OS thread
   u64 seed;
   u64 instruction_limit;
   u64 counters[4];  // out: warp instructions, completed barriers, matrix products, bytes copied asynchronously
   char message[4096];
 };
 
+enum Schedule : u32 { kInTurn, kRandom, kByPriority };
 enum Counter { kInstructions, kBarriers, kMatrixProducts, kCopiedBytes };
 
 // Thrown by an instruction; the machine adds the place.
@@ -116,8 +118,11 @@ struct Warp {
   u32 runnable = 0;   // live and not parked, nor at a barrier
   u32 parked = 0;     // at a warp-wide instruction, other lanes are to come
   u32 yielded = 0;    // runnable, but others go first
-  u32 polling = 0;    // last did a failed mbarrier wait, of `poll_address`
-  u32 poll_pc = 0, poll_address = 0, poll_parity = 0;
+  u32 polling = 0;    // last did a failed mbarrier wait of `poll_address`, or a strong access
+  u32 poll_pc = 0, poll_parity = 0;
+  u64 poll_address = 0;
+  bool polls_memory = false;
+  u64 fingerprint = 0;  // of its registers when it last yielded
   u32 grid_waited = 0;  // lanes past griddepcontrol.wait
   u32 store = 0;        // number of the store that runs
   std::vector<Stand> stands;
@@ -169,9 +174,11 @@ struct NamedBarrier {
 struct Cta {
   const Launch* launch = nullptr;
   u32 id[3] = {};
+  u32 linear = 0;
   std::vector<u8> shared, shared_valid;
   std::vector<u32> storage;
   std::vector<Warp> warps;
+  std::vector<u32> priorities;  // of warps, for schedules that have them
   NamedBarrier barriers[16];
   std::unordered_map<u32, MbarrierClocks> mbarriers;  // by address
   Order order;
@@ -188,15 +195,21 @@ struct Cta {
   const std::vector<Region>* regions = nullptr;
 
   Cta(const Launch& launch, const std::vector<Region>& regions, GlobalOrder& global);
-  void run(u32 linear);
+  void start(u32 linear);
+  bool finished() const;
+  // One turn of each warp; whether anything came of it. `strict`: registers that change count, accesses do not.
+  bool turn(bool strict);
+  // So many instructions of one warp, at most; false where it can do nothing at present.
+  bool run_slice(Warp& warp, u32 budget);
+  // Who waits where.
+  std::string describe_waiting() const;
 
  private:
-  void reset(u32 linear);
-  bool run_round();
+  bool run_in_turn();
+  bool run_by_priority();
   bool run_warp(Warp& warp, u32 budget);
   void run_group(Warp& warp, u32 limit, u32& budget);
   void load_specials(Warp& warp);
-  [[noreturn]] void report_deadlock();
 };
 
 using Handler = void (*)(Warp&, const Ins&, u32 mask);
@@ -210,6 +223,11 @@ const std::vector<std::pair<const char*, Handler>>& handlers();
 // Host bytes behind an address, after all checks; `lane` is for the message.
 // `strong` (AccessFlag): accesses that do not race with each other.
 u8* access(Warp& w, Space space, u64 address, u32 bytes, bool write, int lane, u32 strong = 0);
+// What a generic or global address is called in messages.
+std::string name_address(const Cta& cta, u64 address);
+// The word of an atomic operation, after all checks; and, after all lanes' are done, whether any changed its word.
+u8* atomic_access(Warp& w, const Ins& i, u64 address, u32 bytes, int lane);
+void end_atomic(Warp& w, u32 mask, u64 address, bool changes);
 u8* shared_bytes(Cta& cta, u32 address, u32 bytes, const char* what);
 const u8* global_source(Cta& cta, u64 address, u32 bytes, bool waited);
 u64 address_of(Warp& w, const Ins& i, u16 operand, int lane);
@@ -218,11 +236,16 @@ u64 address_of(Warp& w, const Ins& i, u16 operand, int lane);
 bool complete_some(Cta& cta, bool all);
 void complete_pending(Cta& cta, size_t index);
 
+std::string describe_mbarrier(const Cta& cta, u32 address);
+
 // ---- barriers (barrier.cpp) ----
 void recheck_barriers(Cta& cta);
 
 // A description of an instruction's place in the sources.
 std::string place(const Cta& cta, u32 pc);
+
+// After a strong access, which may be one of many that wait for another thread's: others run first.
+void poll(Warp& w, u32 mask, u64 address);
 
 // Takes lanes out of the running group for good, or until others have run.
 void yield_lanes(Warp& w, u32 mask);

@@ -152,13 +152,17 @@ void ld(Warp& w, const Ins& i, u32 mask) {
     }
     return;
   }
+  // A destination may be the register of the address.
+  const u64 address = address_of(w, i, x[format.count], __builtin_ctz(mask));
   for (u32 m = mask; m != 0; m &= m - 1) {
     const int l = __builtin_ctz(m);
-    const u8* from = access(w, space, address_of(w, i, x[format.count], l), format.total(), false, l, strong);
-    if (strong != 0) find(w, i, l, address_of(w, i, x[format.count], l));
+    const u64 from_address = address_of(w, i, x[format.count], l);
+    const u8* from = access(w, space, from_address, format.total(), false, l, strong);
+    if (strong != 0) find(w, i, l, from_address);
     for (u32 n = 0; n < format.count; n++)
       store_register(w.row(x[n]), l, load_bits(from + n * format.bytes, format), i.flags >> 11 & 3);
   }
+  if (strong != 0) poll(w, mask, address);
 }
 
 // The address, then the sources.
@@ -232,19 +236,22 @@ void atom(Warp& w, const Ins& i, u32 mask) {
   VM_OPERANDS;
   const LoadFormat format = format_of(i.flags);
   const auto kind = static_cast<AtomKind>(i.flags >> 16 & 255);
-  w.cta->progress++;
+  bool changes = false;
+  const u64 first = address_of(w, i, x[1], __builtin_ctz(mask));
   for (u32 m = mask; m != 0; m &= m - 1) {
     const int l = __builtin_ctz(m);
     const u64 address = address_of(w, i, x[1], l);
-    u8* at = access(w, space_of(i.flags), address, format.bytes, false, l, strength_of(i.flags));
-    require_writable(w, space_of(i.flags), address);
-    find(w, i, l, address);
-    leave(w, i, l, address, false);
+    u8* at = atomic_access(w, i, address, format.bytes, l);
+    u64 before = 0, after = 0;
+    std::memcpy(&before, at, format.bytes);
     if (format.bytes == 8)
       put<u64>(w.row(x[0]), l, atomic_update<u64, i64>(at, kind, get<u64>(w.row(x[2]), l), get<u64>(w.row(x[3]), l)));
     else
       w.row(x[0])[l] = atomic_update<u32, i32>(at, kind, w.row(x[2])[l], w.row(x[3])[l]);
+    std::memcpy(&after, at, format.bytes);
+    changes |= before != after;
   }
+  end_atomic(w, mask, first, changes);
 }
 
 // Between the generic space and the shared window; the other windows need no change. imm 1: to shared.
@@ -273,6 +280,27 @@ void isspacep(Warp& w, const Ins& i, u32 mask) {
 const Register registers[] = {{"ld", ld}, {"st", st}, {"atom", atom}, {"cvta_shared", cvta_shared}, {"isspacep", isspacep}};
 
 }  // namespace
+
+u8* atomic_access(Warp& w, const Ins& i, u64 address, u32 bytes, int lane) {
+  u8* at = access(w, space_of(i.flags), address, bytes, false, lane, strength_of(i.flags));
+  require_writable(w, space_of(i.flags), address);
+  find(w, i, lane, address);
+  leave(w, i, lane, address, false);
+  return at;
+}
+
+void end_atomic(Warp& w, u32 mask, u64 address, bool changes) {
+  if (changes) w.cta->progress++;
+  if (!changes || w.cta->launch->resident > 1) poll(w, mask, address);
+}
+
+std::string name_address(const Cta& cta, u64 address) {
+  for (const Region& region : *cta.regions)
+    if (address >= region.begin && address < region.end)
+      return print("byte %llu of buffer %s", static_cast<unsigned long long>(address - region.begin), region.name);
+  const u64 shared = address >= kSharedWindow ? address - kSharedWindow : address;
+  return print("shared byte %lld", static_cast<long long>(shared) - kSharedReserve);
+}
 
 u64 address_of(Warp& w, const Ins& i, u16 operand, int lane) {
   const u32* row = w.row(operand);

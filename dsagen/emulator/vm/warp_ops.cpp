@@ -34,6 +34,14 @@ void yield_lanes(Warp& w, u32 mask) {
   w.stop = true;
 }
 
+void poll(Warp& w, u32 mask, u64 address) {
+  w.polling = mask;
+  w.poll_pc = w.now;
+  w.poll_address = address;
+  w.polls_memory = true;
+  yield_lanes(w, mask);
+}
+
 namespace {
 
 u32 member_mask(Warp& w, u16 slot, u32 mask) { return w.row(slot)[__builtin_ctz(mask)]; }
@@ -177,11 +185,7 @@ void nothing(Warp&, const Ins&, u32) {}
 // All lanes of the warp have to be here.
 void aligned_nothing(Warp& w, const Ins&, u32 mask) { gather(w, mask, w.born); }
 
-// What it waits for may come from another CTA, so it never counts as a deadlock.
-void pause(Warp& w, const Ins&, u32 mask) {
-  w.cta->progress++;
-  yield_lanes(w, mask);
-}
+void pause(Warp& w, const Ins&, u32 mask) { yield_lanes(w, mask); }
 
 void grid_wait(Warp& w, const Ins&, u32 mask) { w.grid_waited |= mask; }
 
