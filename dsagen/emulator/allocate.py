@@ -20,6 +20,7 @@ class Slots:
 
     of: dict[int, int]
     end: int
+    spans: dict[int, tuple[int, int]]  # first and last operation at which a register has its slot
 
 
 def allocate(ops: Sequence[Op], first: int) -> Slots:
@@ -29,7 +30,7 @@ def allocate(ops: Sequence[Op], first: int) -> Slots:
     pairs, pair_count = _scan({n: span for n, span in intervals.items() if n in wide})
     of = {number: first + place for number, place in singles.items()}
     of |= {number: first + single_count + 2 * place for number, place in pairs.items()}
-    return Slots(of, first + single_count + 2 * pair_count)
+    return Slots(of, first + single_count + 2 * pair_count, intervals)
 
 
 def _scan(intervals: dict[int, tuple[int, int]]) -> tuple[dict[int, int], int]:

@@ -122,7 +122,8 @@ struct Warp {
   u32 poll_pc = 0, poll_parity = 0;
   u64 poll_address = 0;
   bool polls_memory = false;
-  u64 fingerprint = 0;  // of its registers when it last yielded
+  u64 fingerprints[8] = {};  // of its registers after its last turns, while nothing else happened
+  u32 fingerprint = 0;       // the next to be replaced
   u32 grid_waited = 0;  // lanes past griddepcontrol.wait
   u32 store = 0;        // number of the store that runs
   std::vector<Stand> stands;

@@ -92,8 +92,10 @@ bool Cta::turn(bool strict) {
   for (Warp& w : warps) {
     if (w.runnable == 0) continue;
     const u64 now = fingerprint_of(w);
-    worked |= now != w.fingerprint;
-    w.fingerprint = now;
+    // A loop may stop at several places.
+    if (std::find(w.fingerprints, std::end(w.fingerprints), now) != std::end(w.fingerprints)) continue;
+    w.fingerprints[w.fingerprint++ % std::size(w.fingerprints)] = now;
+    worked = true;
   }
   return worked;
 }
