@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dsagen.errors import EmulatorError
@@ -73,6 +73,18 @@ class Memory:
         self.buffers.append(Buffer(name, begin, size, host, writable, after_wait, array, valid))
         self._next = max(self._next, (begin + size + 2 * _GAP - 1) // _GAP * _GAP)
         return begin
+
+    def after(self, *names: str) -> Memory:
+        """The same buffers as the next grid finds them: those named were written by the grid before.
+
+        A kernel may touch them past its griddepcontrol.wait only.
+        """
+        out = Memory()
+        out._next = self._next
+        out.buffers = [replace(buffer, after_wait=buffer.name in names) for buffer in self.buffers]
+        for name in names:
+            out.address(name)
+        return out
 
     def address(self, name: str) -> int:
         """Device address of a registered buffer."""

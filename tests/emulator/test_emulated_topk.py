@@ -82,7 +82,7 @@ def make_call(values: Callable[[torch.Generator], torch.Tensor], score: str, k: 
     return Call(k, padded, starts, torch.tensor([WIDTH, WIDTH - 3, 700, 0], dtype=torch.int32), table)
 
 
-def problem(call: Call, select: Kernel, seed: int) -> str:
+def problem(call: Call, select: Kernel, seed: int, schedule: str | None = None) -> str:
     """What is wrong with a launch's results, empty when nothing is; EmulatorError for what a kernel must not do."""
     out = torch.full((ROWS, call.k + 3), POISON, dtype=torch.int32)
     raw, counts = out.clone(), torch.full((ROWS,), POISON, dtype=torch.int32)
@@ -100,7 +100,7 @@ def problem(call: Call, select: Kernel, seed: int) -> str:
         "table_rows": ROWS, "table_columns": call.table.shape[1], "table_of_row": 0, "table_starts": 0,
         "page_multiplier": multiplier, "page_shift": shift, "page_size": PAGE,
     }  # fmt: skip
-    select.launch(ROWS, arguments, memory, seed=seed)
+    select.launch(ROWS, arguments, memory, seed=seed, schedule=schedule)
 
     indices, how_many = topk_reference(call.scores, call.k, lengths=call.lengths, starts=call.starts)
     ids = translate_reference(indices, page_table=call.table, page_size=PAGE)

@@ -51,9 +51,7 @@ bool Cta::run_in_turn() {
   for (u32 n = 0; n < count; n++) {
     Warp& w = warps[(first + n) % count];
     if (w.runnable == 0) continue;
-    if (leave_out && random.below(3) == 0)
-      worked = true;
-    else
+    if (!(leave_out && random.below(3) == 0))
       worked |= run_slice(w, shuffled ? 1 + random.below(longest) : kSlice);
   }
   return worked;
