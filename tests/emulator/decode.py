@@ -117,8 +117,12 @@ def run(
     main: Kernel | None = None,
     combine: Kernel | None = None,
     schedule: str | None = None,
+    page_stride_bytes: int | None = None,
 ) -> Run:
-    """Main and, for several splits, combine. `main` and `combine` replace the kernels that would be compiled."""
+    """Main and, for several splits, combine. `main` and `combine` replace the kernels that would be compiled.
+
+    With a `page_stride_bytes` the cache's pages lie so far apart, with nothing in between.
+    """
     record = kv_format(fmt)
     inputs = inputs_of(case, fmt, heads)
     main = main or main_kernel(fmt, heads, arch)
@@ -149,8 +153,7 @@ def run(
     arguments = {
         **values,
         "q": memory.add("q", _base(inputs.q), writable=False), **_strides("q", inputs.q),
-        "kv": memory.add("kv", _base(pool), writable=False),
-        "page_stride_bytes": pool.stride(0) * pool.element_size(),
+        **_place_pool(memory, pool, page_stride_bytes),
         "row_stride_bytes": record.io_stride_bytes, "page_multiplier": multiplier, "page_shift": shift,
         "page_size": case.page_size, "pool_tokens": pool.shape[0] * pool.shape[1],
         "head_groups": part.head_groups, "group_heads": part.group_heads, "topk": case.topk,
@@ -167,6 +170,17 @@ def run(
         overlaps = combine.plan.overlaps_previous
         combine.launch(part.combine_ctas, values, memory.after(*PARTIALS) if overlaps else memory, seed, schedule)
     return Run(out, lse, counts)
+
+
+def _place_pool(memory: Memory, pool: torch.Tensor, stride: int | None) -> dict[str, int]:
+    """Arguments that say where the cache is."""
+    if stride is None:
+        base = memory.add("kv", _base(pool), writable=False)
+        return {"kv": base, "page_stride_bytes": pool.stride(0) * pool.element_size()}
+    base = 1 << 40
+    for number, page in enumerate(pool):
+        memory.add(f"page {number}", page.contiguous(), writable=False, address=base + number * stride)
+    return {"kv": base, "page_stride_bytes": stride}
 
 
 def _base(tensor: torch.Tensor) -> torch.Tensor:
