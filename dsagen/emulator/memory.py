@@ -58,9 +58,9 @@ class Memory:
     ) -> int:
         """Register a contiguous numpy array or CPU torch tensor; returns the device address of its first element.
 
-        The kernel reads and writes the array itself. Of a buffer that is not `initialised` a kernel may read only what
-        it, or an earlier launch with this memory, has written: outputs and workspaces. EmulatorError for an array that is not contiguous, is not on the
-        CPU or cannot be written, and for an address that another buffer covers.
+        The kernel reads and writes the array itself. Of a buffer that is not `initialised`, an output or a workspace,
+        it may read only what it, or an earlier launch with this memory, has written. EmulatorError for an array that is
+        not contiguous, is not on the CPU or cannot be written, and for an address that another buffer covers.
         """
         host, size = _location(name, array, writable)
         begin = self._next if address is None else address

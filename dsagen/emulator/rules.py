@@ -155,7 +155,9 @@ _ASYNC = (
         for order, relaxed in ((rf"(?:\.release\.{_SCOPE})?", 0), (rf"\.relaxed\.{_SCOPE}", 1))
         for row in (
             _rule(rf"mbarrier\.arrive{order}{_SHARED}\.b64", "mbarrier_arrive", "d64 A s32=1", 0, relaxed),
-            _rule(rf"mbarrier\.arrive\.expect_tx{order}{_SHARED}\.b64", "mbarrier_arrive_expect", "d64 A s32", 0, relaxed),
+            _rule(
+                rf"mbarrier\.arrive\.expect_tx{order}{_SHARED}\.b64", "mbarrier_arrive_expect", "d64 A s32", 0, relaxed
+            ),
         )
     ),
     _rule(rf"mbarrier\.expect_tx(?:\.relaxed\.cta)?{_SHARED}\.b64", "mbarrier_expect", "A s32", 1),
@@ -164,7 +166,9 @@ _ASYNC = (
         row
         for order, relaxed in ((rf"(?:\.acquire\.{_SCOPE})?", 0), (rf"\.relaxed\.{_SCOPE}", 1))
         for row in (
-            _rule(rf"mbarrier\.(?:try|test)_wait\.parity{order}{_SHARED}\.b64", "mbarrier_wait", "p A s32 -?", 0, relaxed),
+            _rule(
+                rf"mbarrier\.(?:try|test)_wait\.parity{order}{_SHARED}\.b64", "mbarrier_wait", "p A s32 -?", 0, relaxed
+            ),
             _rule(rf"mbarrier\.(?:try|test)_wait{order}{_SHARED}\.b64", "mbarrier_wait", "p A s64 -?", 1, relaxed),
         )
     ),

@@ -144,9 +144,7 @@ def run(
             torch.full((part.rows, splits, heads), math.nan),
             torch.full((part.rows, splits, heads, record.d_v), math.nan),
         )
-        values |= {
-            name: memory.add(name, t, initialised=False) for name, t in zip(PARTIALS, partials, strict=True)
-        }
+        values |= {name: memory.add(name, t, initialised=False) for name, t in zip(PARTIALS, partials, strict=True)}
     (pool,) = inputs.caches.values()
     multiplier, shift = page_divisor(case.page_size)
     indices, lengths = inputs.indices, inputs.topk_length

@@ -1,4 +1,4 @@
-"""Kernels with one barrier, fence, wait, commit or arrival fewer, or a weaker one: what the machine's checks are for."""
+"""Kernels with one barrier, fence, wait, commit or arrival fewer, or with a weaker one."""
 
 from __future__ import annotations
 
@@ -59,7 +59,10 @@ _CHANGES: tuple[tuple[str, re.Pattern[str], Rewrite], ...] = tuple(
     for change, pattern, rewrite in (
         ("removed", r"bar(?:rier)?(?:\.cta)?\.(?:sync|arrive)\b[^;]*;", _nothing),
         ("removed", r"bar(?:rier)?(?:\.cta)?\.red\.(?:and|or)\.pred\s+(\S+),.*,\s*(!?[%\w]+);", _without_vote),
-        ("for fewer threads", r"(bar(?:rier)?(?:\.cta)?\.(?:sync|arrive)[.\w]*\s+[^,;]+,\s*)([%\w]+)(;)", _fewer_threads),
+        (
+            "for fewer threads", r"(bar(?:rier)?(?:\.cta)?\.(?:sync|arrive)[.\w]*\s+[^,;]+,\s*)([%\w]+)(;)",
+            _fewer_threads,
+        ),
         ("for fewer threads", r"(bar(?:rier)?(?:\.cta)?\.red[^,]*,[^,]*,\s*)([%\w]+)(,[^;]*;)", _fewer_threads),
         ("removed", r"bar\.warp\.sync\b[^;]*;", _nothing),
         ("removed", r"mbarrier\.(?:try|test)_wait[^\s]*\s+([^,\s]+),[^;]*;", lambda m: f"setp.eq.u32 {m[1]}, 0, 0;"),
@@ -67,7 +70,8 @@ _CHANGES: tuple[tuple[str, re.Pattern[str], Rewrite], ...] = tuple(
         ("removed", r"mbarrier\.arrive[^;]*;", _nothing),
         ("relaxed", rf"(mbarrier\.arrive(?:\.expect_tx)?)({_SHARED}[^;]*;)", _relaxed_arrival),
         ("removed", r"mbarrier\.(?:expect_tx|init)[^;]*;", _nothing),
-        ("removed", r"cp\.async\.(?:mbarrier\.arrive|commit_group|wait_group|wait_all|bulk\.(?:commit|wait))[^;]*;", _nothing),
+        ("removed", r"cp\.async\.(?:mbarrier\.arrive|commit_group|wait_group|wait_all)[^;]*;", _nothing),
+        ("removed", r"cp\.async\.bulk\.(?:commit|wait)[^;]*;", _nothing),
         (
             "without copies", r"cp\.async\.mbarrier\.arrive\.noinc(\S*)\s+([^;]*);",
             lambda m: f"mbarrier.arrive{m[1]} _, {m[2]};",
@@ -76,7 +80,10 @@ _CHANGES: tuple[tuple[str, re.Pattern[str], Rewrite], ...] = tuple(
         ("removed", r"(?:fence|membar)\.[^;]*;", _nothing),
         ("for the CTA only", r"membar\.(?:gl|sys);", lambda m: "membar.cta;"),
         ("for the CTA only", r"(fence\.(?:sc|acq_rel))\.(?:cluster|gpu|sys);", lambda m: f"{m[1]}.cta;"),
-        ("relaxed", r"((?:atom|red|ld|st)\.(?:\w+\.)?)(?:acquire|release|acq_rel)\b([^;]*;)", lambda m: f"{m[1]}relaxed{m[2]}"),
+        (
+            "relaxed", r"((?:atom|red|ld|st)\.(?:\w+\.)?)(?:acquire|release|acq_rel)\b([^;]*;)",
+            lambda m: f"{m[1]}relaxed{m[2]}",
+        ),
         ("removed", r"griddepcontrol\.wait;", _nothing),
     )
 )  # fmt: skip
@@ -96,7 +103,11 @@ def mutants(kernel: Kernel) -> Iterator[Mutant]:
     while (match := _STATEMENT.search(kernel.ptx, at)) is not None:
         at = match.end("text") - 1
         instruction = " ".join(match["text"].split())
-        changed = [(change, rewrite(found)) for change, pattern, rewrite in _CHANGES if (found := pattern.match(instruction))]
+        changed = [
+            (change, rewrite(found))
+            for change, pattern, rewrite in _CHANGES
+            if (found := pattern.match(instruction)) is not None
+        ]
         calls = _calls(kernel.ptx, match.start("text"), source) if changed else ()
         for change, text in changed:
             start = match.start("guard") if match["guard"] and not text else match.start("text")

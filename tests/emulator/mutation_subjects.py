@@ -68,7 +68,7 @@ def kernel_of(slug: str) -> Kernel:
 
 
 def outcome(kernel: Kernel, attempts: tuple[Attempt, ...] = ATTEMPTS) -> str:
-    """The first complaint over some schedules and inputs: of the machine, or of the comparison. Empty if there is none."""
+    """The first complaint over some schedules and inputs: of the machine, or of the comparison; or nothing."""
     variant = kernel.plan.variant
     runner = RUNNERS[variant.family, variant.kernel]
     for attempt in attempts:

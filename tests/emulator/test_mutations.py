@@ -1,7 +1,7 @@
 """Every barrier, fence, wait, commit and arrival of every family's kernels: without it, or weakened, it is noticed.
 
-What a mutant does not change is listed with the reason. By default every kernel is tried, with a part of the mutants and
-of the schedules; `--all-mutants` takes all of them.
+What makes no difference is listed with the reason. By default every kernel is tried, with a part of the mutants and of
+the schedules; `--all-mutants` takes all of them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.compile
 
 @dataclass(frozen=True)
 class Equivalent:
-    """A change that makes no difference: kernels by slug, changes, CUDA lines that lead there (how they begin), why."""
+    """A change that makes no difference: kernels by slug, changes, beginnings of CUDA lines that lead there, why."""
 
     kernels: str
     changes: tuple[str, ...]
@@ -41,8 +41,8 @@ EQUIVALENTS = (
     Equivalent(
         _MAIN, ("removed", "relaxed"),
         ("accumulate(slot, parity, buffer);", "ptx::mbarrier_wait(ptx::shared_address(&shared.landed[slot]), parity);"),
-        "score threads await the same rows before they arrive at `filled`, for which the value warps wait; a bulk copy's "
-        "completion carries its proxy fence, so that knowing of it through others is enough",
+        "score threads await the same rows before they arrive at `filled`, for which the value warps wait; a bulk "
+        "copy's completion carries its proxy fence, so that knowing of it through others is enough",
     ),
     Equivalent(
         _MAIN, ("relaxed",),
@@ -57,7 +57,7 @@ EQUIVALENTS = (
     Equivalent(
         "sparse_decode-main-mma_sync-sm_80-*", ("removed",),
         ("RowCopy::start(", "ptx::warp_sync();"),
-        "of the producer's lanes only lane 0 stores, which then arrives itself; the other lanes' copies arrive on their own",
+        "of the producer's lanes only lane 0 stores, which then arrives itself; all lanes' copies arrive on their own",
     ),
 )  # fmt: skip
 

@@ -34,11 +34,15 @@ def race(body: str, **options: int) -> str:
     return str(caught.value)
 
 
-def exchange(order: str, far: int = 1, store: str = "st.shared.u32 [%r2], %r0;", load: str = "ld.shared.u32 %r4, [%r3];") -> str:
+def exchange(
+    order: str, far: int = 1, store: str = "st.shared.u32 [%r2], %r0;", load: str = "ld.shared.u32 %r4, [%r3];"
+) -> str:
     return WORD + NEIGHBOUR.format(far=far) + store + order + load
 
 
-@pytest.mark.parametrize(("far", "threads", "order"), [(1, 32, "bar.warp.sync -1;"), (1, 64, "bar.sync 0;"), (32, 64, "bar.sync 0;")])
+@pytest.mark.parametrize(
+    ("far", "threads", "order"), [(1, 32, "bar.warp.sync -1;"), (1, 64, "bar.sync 0;"), (32, 64, "bar.sync 0;")]
+)
 def test_what_orders_threads_in_shared_memory(far: int, threads: int, order: str) -> None:
     run(exchange(order, far), threads=threads)
 
@@ -64,13 +68,16 @@ def test_what_does_not_order_threads(far: int, order: str) -> None:
 
 def test_halves_of_a_warp_that_sync_apart() -> None:
     body = WORD + "st.shared.u32 [%r2], %r0; setp.lt.u32 %p1, %r0, 16; @%p1 bra LOW;"
-    body += "bar.warp.sync 0xffff0000; bra READ; LOW: bar.warp.sync 0xffff; READ:" + NEIGHBOUR + "ld.shared.u32 %r4, [%r3];"
+    body += (
+        "bar.warp.sync 0xffff0000; bra READ; LOW: bar.warp.sync 0xffff; READ:" + NEIGHBOUR + "ld.shared.u32 %r4, [%r3];"
+    )
     run(body.format(far=1))
     assert "race: read of shared bytes" in race(body.format(far=16))
 
 
 def test_bytes_are_their_own() -> None:
-    body = "mov.u32 %r1, tile; add.u32 %r2, %r1, %r0; cvt.u16.u32 %h1, %r0; st.shared.u8 [%r2], %h1; ld.shared.u8 %h2, [%r2];"
+    body = "mov.u32 %r1, tile; add.u32 %r2, %r1, %r0; cvt.u16.u32 %h1, %r0;"
+    body += "st.shared.u8 [%r2], %h1; ld.shared.u8 %h2, [%r2];"
     run(body, threads=64)
     assert "race" in race(body.replace("ld.shared.u8 %h2, [%r2];", "and.b32 %r3, %r2, -4; ld.shared.u32 %r4, [%r3];"))
 
@@ -95,7 +102,9 @@ def test_two_ctas_write_one_word() -> None:
     assert "atomic" in race("red.global.add.u32 [%d0], 1; ld.global.u32 %r4, [%d0];", threads=64)
 
 
-@pytest.mark.parametrize(("release", "acquire", "fine"), [("", "", True), (".relaxed.cta", "", False), ("", ".relaxed.cta", False)])
+@pytest.mark.parametrize(
+    ("release", "acquire", "fine"), [("", "", True), (".relaxed.cta", "", False), ("", ".relaxed.cta", False)]
+)
 def test_mbarriers_order_what_they_release_and_acquire(release: str, acquire: str, fine: bool) -> None:
     body = WORD + "st.shared.u32 [%r2], 7;" + INIT.replace(", 1;", ", 64;") + "bar.sync 0;"
     body += f"st.shared.u32 [%r2], 9; mbarrier.arrive{release}.shared.b64 _, [%r10];\n" + WAIT.format(order=acquire)
@@ -106,7 +115,12 @@ def test_mbarriers_order_what_they_release_and_acquire(release: str, acquire: st
         assert "race: read of shared bytes" in race(body, threads=64)
 
 
-def bulk(before: str = "", init: str = "fence.mbarrier_init.release.cluster;", fence: str = "", wait: str = WAIT.format(order="")) -> str:
+def bulk(
+    before: str = "",
+    init: str = "fence.mbarrier_init.release.cluster;",
+    fence: str = "",
+    wait: str = WAIT.format(order=""),
+) -> str:
     body = WORD + INIT + f"@!%p1 {init}\n" if init else WORD + INIT
     body += before + "bar.sync 0;" + "@%p1 bra WAITING;" + fence + EXPECT + BULK + "WAITING: " + wait
     return body + "ld.shared.u32 %r4, [%r1];"
@@ -123,7 +137,7 @@ def test_bulk_copies_and_the_proxies() -> None:
     assert "proxy: a bulk copy into shared bytes" in race(bulk(store))
     assert "proxy: a bulk copy completes on the mbarrier at shared byte" in race(bulk(init=""))
     for seed in range(4):
-        with pytest.raises(EmulatorError, match="not been waited for|had copied asynchronously"):
+        with pytest.raises(EmulatorError, match=r"not been waited for|had copied asynchronously"):
             memory = Memory()
             address = memory.add("out", np.zeros(4096, np.uint32))
             launch(kernel(OUT + bulk(wait=""), 1, TILE), [address], memory, seed=seed)
@@ -131,7 +145,8 @@ def test_bulk_copies_and_the_proxies() -> None:
 
 def test_copies_belong_to_the_lane_that_waits_for_them() -> None:
     copy = WORD + "shl.b32 %r5, %r0, 4; add.u32 %r5, %r1, %r5; mad.wide.u32 %d6, %r0, 16, %d0;"
-    copy += "cp.async.cg.shared.global [%r5], [%d6], 16; cp.async.commit_group; cp.async.wait_group 0; {} ld.shared.u32 %r4, [%r6];"
+    copy += "cp.async.cg.shared.global [%r5], [%d6], 16; cp.async.commit_group; cp.async.wait_group 0;"
+    copy += "{} ld.shared.u32 %r4, [%r6];"
     own = "mov.u32 %r6, %r5;"
     other = "xor.b32 %r6, %r5, 16;"
     run(copy.format(own))
@@ -149,7 +164,8 @@ def test_what_nobody_has_written() -> None:
 
 
 def test_a_flag_in_shared_memory() -> None:
-    body = WORD + "mov.u32 %r10, bar; setp.eq.u32 %p4, %r0, 0; @%p4 st.shared.u32 [%r10], 0; bar.sync 0; setp.lt.u32 %p1, %r0, 32; @%p1 bra SPIN;"
+    body = WORD + "mov.u32 %r10, bar; setp.eq.u32 %p4, %r0, 0; @%p4 st.shared.u32 [%r10], 0; bar.sync 0;"
+    body += "setp.lt.u32 %p1, %r0, 32; @%p1 bra SPIN;"
     body += "st.shared.u32 [%r2], %r0; bar.warp.sync -1; {release} setp.ne.u32 %p2, %r0, 32; @%p2 bra DONE;"
     body += "st.volatile.shared.u32 [%r10], 1; bra DONE;"
     body += "SPIN: ld.volatile.shared.u32 %r4, [%r10]; setp.eq.u32 %p3, %r4, 0; @%p3 bra SPIN; {acquire}"

@@ -111,9 +111,9 @@ def test_the_same_seed_stops_at_the_same_places(schedule: str) -> None:
 
 def test_a_session_reports_faults_and_how_to_repeat_them() -> None:
     memory = Memory()
-    with Session(kernel("trap;"), "k", 1, 32, bytes(8), 0, memory, seed=9, schedule="priorities") as session:
-        with pytest.raises(EmulatorError, match=r"(?s)k: trap.*\(seed 9, schedule priorities, 1 resident\)"):
-            session.run()
+    session = Session(kernel("trap;"), "k", 1, 32, bytes(8), 0, memory, seed=9, schedule="priorities")
+    with session, pytest.raises(EmulatorError, match=r"(?s)k: trap.*\(seed 9, schedule priorities, 1 resident\)"):
+        session.run()
 
 
 def last_cta(before: str, after: str, order: str = "", **options: int) -> list[int]:
@@ -140,7 +140,9 @@ SUMS = [sum(64 * cta + n for cta in range(5)) for n in range(64)]
         ("fence.sc.sys;", "", ".acquire.gpu"),
     ],
 )
-def test_the_last_cta_may_read_what_fences_publish(before: str, after: str, order: str, options: dict[str, int]) -> None:
+def test_the_last_cta_may_read_what_fences_publish(
+    before: str, after: str, order: str, options: dict[str, int]
+) -> None:
     assert last_cta(before, after, order, **options) == SUMS
 
 
@@ -158,7 +160,9 @@ def test_the_last_cta_may_read_what_fences_publish(before: str, after: str, orde
     ],
 )
 def test_the_last_cta_may_not_read_what_nothing_publishes(before: str, after: str, order: str) -> None:
-    with pytest.raises(EmulatorError, match=r"race: (read|atomic access of CTA scope) of bytes \d+ to \d+ of buffer") as caught:
+    with pytest.raises(
+        EmulatorError, match=r"race: (read|atomic access of CTA scope) of bytes \d+ to \d+ of buffer"
+    ) as caught:
         last_cta(before, after, order)
     assert len(re.findall(r"CTA \(\d, 0, 0\)", str(caught.value))) == 2
     assert len(re.findall(r"PTX line \d+", str(caught.value))) == 2

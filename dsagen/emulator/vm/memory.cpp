@@ -30,7 +30,8 @@ std::string nearest(Cta& cta, u64 address) {
     if (away < distance) distance = away, best = &region;
   }
   if (best == nullptr) return "no buffer is registered";
-  if (address < best->begin) return print("%llu bytes before buffer %s", static_cast<unsigned long long>(distance), best->name);
+  if (address < best->begin) return print("%llu bytes before buffer %s", static_cast<unsigned long long>(distance),
+      best->name);
   return print("%llu bytes past the end of buffer %s", static_cast<unsigned long long>(distance), best->name);
 }
 
@@ -59,13 +60,17 @@ u8* global_bytes(Cta& cta, u64 address, u32 bytes, bool write, bool waited, cons
   const auto shown = static_cast<unsigned long long>(address);
   const Region* region = find_region(cta, address);
   if (region == nullptr)
-    fail("%s of %u bytes at global address %#llx: %s", write ? "write" : "read", bytes, shown, nearest(cta, address).c_str());
+    fail("%s of %u bytes at global address %#llx: %s", write ? "write" : "read", bytes, shown, nearest(cta,
+        address).c_str());
   if (address + bytes > region->end)
-    fail("%s of %u bytes at global address %#llx runs past the end of buffer %s", write ? "write" : "read", bytes, shown,
+    fail("%s of %u bytes at global address %#llx runs past the end of buffer %s", write ? "write" : "read", bytes,
+        shown,
          region->name);
-  if (write && !region->writable) fail("write of %u bytes at %#llx into the read-only buffer %s", bytes, shown, region->name);
+  if (write && !region->writable) fail("write of %u bytes at %#llx into the read-only buffer %s", bytes, shown,
+      region->name);
   if (region->after_wait && !waited)
-    fail("%s of buffer %s, which the grid before writes, ahead of griddepcontrol.wait", write ? "write" : "read", region->name);
+    fail("%s of buffer %s, which the grid before writes, ahead of griddepcontrol.wait", write ? "write" : "read",
+        region->name);
   if (in != nullptr) *in = region;
   u8* valid = region->valid;
   if (valid != nullptr) {
@@ -226,7 +231,8 @@ U atomic_update(u8* at, AtomKind kind, U b, U c) {
   // Other CTAs may run on other threads.
   U* word = reinterpret_cast<U*>(at);
   U old = __atomic_load_n(word, __ATOMIC_RELAXED);
-  while (!__atomic_compare_exchange_n(word, &old, combine<U, I>(kind, old, b, c), false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {
+  while (!__atomic_compare_exchange_n(word, &old, combine<U, I>(kind, old, b, c), false, __ATOMIC_ACQ_REL,
+      __ATOMIC_ACQUIRE)) {
   }
   return old;
 }
@@ -277,7 +283,8 @@ void isspacep(Warp& w, const Ins& i, u32 mask) {
   w.set_predicate(x[0], mask, bits);
 }
 
-const Register registers[] = {{"ld", ld}, {"st", st}, {"atom", atom}, {"cvta_shared", cvta_shared}, {"isspacep", isspacep}};
+const Register registers[] = {{"ld", ld}, {"st", st}, {"atom", atom}, {"cvta_shared", cvta_shared}, {"isspacep",
+    isspacep}};
 
 }  // namespace
 
@@ -311,7 +318,8 @@ u64 address_of(Warp& w, const Ins& i, u16 operand, int lane) {
 u8* shared_bytes(Cta& cta, u32 address, u32 bytes, const char* what) {
   const u32 size = static_cast<u32>(cta.shared.size());
   if (address < kSharedReserve || address - kSharedReserve > size || size - (address - kSharedReserve) < bytes)
-    fail("%s of %u bytes at shared byte %lld: the CTA has %u", what, bytes, static_cast<long long>(address) - kSharedReserve, size);
+    fail("%s of %u bytes at shared byte %lld: the CTA has %u", what, bytes,
+        static_cast<long long>(address) - kSharedReserve, size);
   return cta.shared.data() + (address - kSharedReserve);
 }
 
@@ -331,7 +339,8 @@ u8* access(Warp& w, Space space, u64 address, u32 bytes, bool write, int lane, u
     fail("%s of %u bytes at %s address %#llx: misaligned", write ? "write" : "read", bytes, kSpaceNames[space],
          static_cast<unsigned long long>(address));
   if (space == kShared) {
-    if (address > kFullMask) fail("shared address %#llx has more than 32 bits", static_cast<unsigned long long>(address));
+    if (address > kFullMask) fail("shared address %#llx has more than 32 bits",
+        static_cast<unsigned long long>(address));
     u8* at = shared_bytes(cta, static_cast<u32>(address), bytes, write ? "write" : "read");
     u8* valid = cta.shared_valid.data() + (at - cta.shared.data());
     if (write) {
@@ -341,25 +350,29 @@ u8* access(Warp& w, Space space, u64 address, u32 bytes, bool write, int lane, u
            static_cast<long long>(at - cta.shared.data()));
     }
     if (cta.order.on)
-      cta.order.shared(w, static_cast<u32>(lane), static_cast<u32>(at - cta.shared.data()), bytes, touch_of(write, strong), strong);
+      cta.order.shared(w, static_cast<u32>(lane), static_cast<u32>(at - cta.shared.data()), bytes, touch_of(write,
+          strong), strong);
     return at;
   }
   if (space == kLocal) {
     const u64 offset = address - kLocalWindow, size = cta.launch->local_bytes;
-    if (offset > size || size - offset < bytes) fail("local byte %lld: a thread has %llu", static_cast<long long>(offset), static_cast<unsigned long long>(size));
+    if (offset > size || size - offset < bytes) fail("local byte %lld: a thread has %llu",
+        static_cast<long long>(offset), static_cast<unsigned long long>(size));
     return w.local.data() + static_cast<u64>(lane) * size + offset;
   }
   if (space == kParam) {
     const u64 offset = address - kParamWindow, size = cta.launch->param_bytes;
     if (write) fail("write to a kernel parameter");
-    if (offset > size || size - offset < bytes) fail("parameter byte %lld: there are %llu", static_cast<long long>(offset), static_cast<unsigned long long>(size));
+    if (offset > size || size - offset < bytes) fail("parameter byte %lld: there are %llu",
+        static_cast<long long>(offset), static_cast<unsigned long long>(size));
     return const_cast<u8*>(cta.launch->params) + offset;
   }
   const Region* region = nullptr;
   u8* at = global_bytes(cta, address, bytes, write, w.grid_waited >> lane & 1, &region);
   // Nobody writes to read-only buffers.
   if (cta.order.on && region->writable)
-    cta.order.global(w, static_cast<u32>(lane), static_cast<u32>(region - cta.regions->data()), address - region->begin, bytes,
+    cta.order.global(w, static_cast<u32>(lane), static_cast<u32>(region - cta.regions->data()),
+        address - region->begin, bytes,
                      touch_of(write, strong), strong);
   return at;
 }

@@ -51,7 +51,8 @@ extern "C" int vm_run(Launch* launch) {
   std::mutex lock;
   std::string message;
   std::vector<std::thread> others;
-  for (uint32_t n = 1; n < std::min(launch->os_threads, grid.count); n++) others.emplace_back([&] { run_machine(grid, lock, message); });
+  for (uint32_t n = 1; n < std::min(launch->os_threads, grid.count); n++) others.emplace_back([&] { run_machine(grid,
+      lock, message); });
   run_machine(grid, lock, message);
   for (std::thread& other : others) other.join();
   snprintf(launch->message, sizeof launch->message, "%s", message.c_str());
@@ -88,7 +89,8 @@ extern "C" int vm_land(void* handle, uint32_t cta) {
   return guarded(session, [&] { return vm::complete_some(*session.machine.find(cta), true); });
 }
 
-extern "C" int vm_is_resident(void* handle, uint32_t cta) { return static_cast<Session*>(handle)->machine.find(cta) != nullptr; }
+extern "C" int vm_is_resident(void* handle,
+    uint32_t cta) { return static_cast<Session*>(handle)->machine.find(cta) != nullptr; }
 
 // Lanes of a warp: pcs (32 words), then live, runnable and parked ones.
 extern "C" void vm_lanes(void* handle, uint32_t cta, uint32_t warp, uint32_t* out) {
