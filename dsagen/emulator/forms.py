@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 
 from dsagen.emulator.operations import Arg, Lowering, Op, Unsupported, items
-from dsagen.emulator.ptx import Addr, Instruction, Pair, Reg, Sink, Sym, Vec
+from dsagen.emulator.syntax import Addr, Instruction, Pair, Reg, Sink, Sym, Vec
 
 Form = Callable[[Lowering, Instruction, re.Match[str]], list[Op]]
 
@@ -203,6 +203,12 @@ def _bra(lowering: Lowering, ins: Instruction, match: re.Match[str]) -> list[Op]
     return [Op("bra", target=ins.target)]
 
 
+def _brx(lowering: Lowering, ins: Instruction, match: re.Match[str]) -> list[Op]:
+    if not ins.targets:
+        raise Unsupported
+    return [Op("branch_table", [lowering.source(ins.operands[0], 32)], flags=len(ins.targets), targets=ins.targets)]
+
+
 def _isspacep(lowering: Lowering, ins: Instruction, match: re.Match[str]) -> list[Op]:
     args = [lowering.predicate_result(ins.operands[0]), lowering.source(ins.operands[1], 64)]
     return [Op("isspacep", args, imm=_SPACES[match[1]])]
@@ -227,6 +233,7 @@ _FORMS: tuple[tuple[re.Pattern[str], Form], ...] = tuple(
         (r"cp\.async\.(ca|cg)\.shared(?:::cta)?\.global(?:\.L2::\d+B)?", _copy_async),
         (r"(bar|barrier)(?:\.cta)?\.(sync|arrive|red)(\.aligned)?(?:\.(and\.pred|or\.pred|popc\.u32))?", _bar),
         (r"bra(?:\.uni)?", _bra),
+        (r"brx\.idx(?:\.uni)?", _brx),
         (r"isspacep\.(global|shared|local|param)(?:::\w+)?", _isspacep),
     )
 )

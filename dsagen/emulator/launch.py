@@ -9,11 +9,10 @@ from functools import lru_cache
 from pathlib import Path
 
 from dsagen.emulator.library import LaunchBlock, RegionRow, load_library
-from dsagen.emulator.lower import lower_instruction
 from dsagen.emulator.memory import Memory
-from dsagen.emulator.operations import Lowering
-from dsagen.emulator.program import Program, assemble
-from dsagen.emulator.ptx import Module, parse
+from dsagen.emulator.program import Program, assemble, lower_kernel
+from dsagen.emulator.ptx import parse
+from dsagen.emulator.syntax import Module
 from dsagen.errors import EmulatorError
 
 MOST_THREADS = 1024
@@ -100,15 +99,16 @@ def launch(
 
 
 def coverage(ptx: str) -> dict[str, int]:
-    """Opcodes of a PTX text's kernels that the emulator does not have, with how often each occurs."""
+    """Opcodes of a PTX text's kernels and functions that the emulator does not have, with how often each occurs.
+
+    A call that cannot run stands there as `call` with the name and the reason.
+    """
     missing: dict[str, int] = {}
     module = _module(ptx)
     for kernel in module.kernels.values():
-        names = [item.name for item in (*module.variables, *kernel.variables)] + [item.name for item in kernel.params]
-        lowering = Lowering(dict.fromkeys(names, 0))
-        for instruction in kernel.instructions:
-            if any(op.name == "unknown" for op in lower_instruction(lowering, instruction)):
-                missing[instruction.opcode] = missing.get(instruction.opcode, 0) + 1
+        for op in lower_kernel(module, kernel):
+            if op.name == "unknown" and not (op.keeps_guard and op.text.startswith("call")):
+                missing[op.text] = missing.get(op.text, 0) + 1
     return dict(sorted(missing.items()))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from dsagen.emulator.ptx import Addr, Imm, Neg, Operand, Reg, Sink, Sym, Vec
+from dsagen.emulator.syntax import Addr, Imm, Neg, Operand, Reg, Sink, Sym, Vec
 
 # As in vm/machine.h; loading the machine compares them.
 SHARED_RESERVE = 1024
@@ -50,7 +50,11 @@ class Arg:
 
 @dataclass
 class Op:
-    """One operation. `target` is a label's number."""
+    """One operation. `target` is a label's number, `targets` are those of a table.
+
+    `callee` is the function of a call or return. `imm` becomes the position that a branch or call goes to, `jumps`
+    holds all that may follow; a guard that it keeps is not the instruction's.
+    """
 
     name: str
     args: list[Arg] = field(default_factory=list)
@@ -61,7 +65,16 @@ class Op:
     line: int = 0
     cuda_line: int = 0
     target: int = -1
+    targets: tuple[int, ...] = ()
+    callee: str = ""
+    jumps: list[int] = field(default_factory=list)
+    keeps_guard: bool = False
     text: str = ""
+
+    @property
+    def parts(self) -> bool:
+        """Whether the next operation does not follow, unless a guard says so."""
+        return self.name in ("exit", "bra", "branch_table", "call", "return")
 
 
 class Lowering:
@@ -69,6 +82,18 @@ class Lowering:
 
     def __init__(self, symbols: Mapping[str, int]) -> None:
         self._symbols = symbols
+        # Registers of its own have negative numbers.
+        self._temporaries = 0
+        self.carry = self.temporary(0)
+
+    def temporary(self, bits: int) -> Reg:
+        """A register that the text does not have."""
+        self._temporaries -= 1
+        return Reg(self._temporaries, f"temporary {-self._temporaries}", bits)
+
+    def symbol(self, name: str) -> int | None:
+        """The address of a variable, parameter or function."""
+        return self._symbols.get(name)
 
     def source(self, operand: Operand, bits: int) -> Arg:
         """A register, number or address that an operation reads as `bits` wide."""

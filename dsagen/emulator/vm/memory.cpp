@@ -239,6 +239,8 @@ u8* access(Warp& w, Space space, u64 address, u32 bytes, bool write, int lane, b
     space = window == kSharedWindow ? kShared : window == kLocalWindow ? kLocal : window == kParamWindow ? kParam : kGlobal;
     if (space == kShared) address -= kSharedWindow;
   }
+  // Parameters of functions are memory of the thread.
+  if (space == kParam && (address & ~(kWindowBytes - 1)) == kLocalWindow) space = kLocal;
   if ((address & (bytes - 1)) != 0)
     fail("%s of %u bytes at %s address %#llx: misaligned", write ? "write" : "read", bytes, kSpaceNames[space],
          static_cast<unsigned long long>(address));
