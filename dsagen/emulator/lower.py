@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from dsagen.emulator.arithmetic import lower_arithmetic
 from dsagen.emulator.calls import CallGraph, CallLowering
+from dsagen.emulator.conversions import lower_conversion
 from dsagen.emulator.forms import find_form
 from dsagen.emulator.operations import Arg, Lowering, Op, Unsupported, constant
-from dsagen.emulator.rules import find_rule
+from dsagen.emulator.rules import Rule, find_rule
 from dsagen.emulator.syntax import Imm, Instruction, Kernel, Operand, Pair, Sink
 
 
@@ -67,13 +69,8 @@ def _resolve(ops: Sequence[Op], labels: Mapping[int, int], entries: Mapping[str,
 def lower_instruction(lowering: Lowering, instruction: Instruction) -> list[Op]:
     """The operations of one instruction; one that fails when it runs where the machine lacks it."""
     try:
-        form = find_form(instruction.opcode)
-        if form is not None:
-            function, match = form
-            ops = function(lowering, instruction, match)
-        else:
-            ops = [_from_rule(lowering, instruction)]
-    except (Unsupported, IndexError, ValueError):
+        ops = _from_form(lowering, instruction)
+    except (Unsupported, LookupError, ValueError):
         # A wrong number of operands counts as a form that is not there.
         ops = [Op("unknown", text=instruction.opcode)]
     return _placed(ops, instruction)
@@ -88,11 +85,20 @@ def _placed(ops: list[Op], instruction: Instruction) -> list[Op]:
     return ops
 
 
-def _from_rule(lowering: Lowering, instruction: Instruction) -> Op:
+def _from_form(lowering: Lowering, instruction: Instruction) -> list[Op]:
+    form = find_form(instruction.opcode)
+    if form is not None:
+        function, match = form
+        return function(lowering, instruction, match)
     found = find_rule(instruction.opcode)
-    if found is None:
-        raise Unsupported
-    rule, name, kinds = found
+    if found is not None:
+        return [_from_rule(lowering, instruction, *found)]
+    # Slower ones, which take whatever qualifiers there are.
+    operation = instruction.opcode.partition(".")[0]
+    return lower_conversion(lowering, instruction) if operation == "cvt" else lower_arithmetic(lowering, instruction)
+
+
+def _from_rule(lowering: Lowering, instruction: Instruction, rule: Rule, name: str, kinds: list[str]) -> Op:
     op = Op(name, imm=rule.imm, flags=rule.flags)
     operands = list(instruction.operands)
     for kind in kinds:

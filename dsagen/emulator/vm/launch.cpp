@@ -106,6 +106,7 @@ void Cta::load_specials(Warp& w) {
         case 21: row[l] = g.shared_bytes; break;
         case 22: row[l] = 0; break;
         case 23: row[l] = 1; break;
+        case 24: row[l] = static_cast<u32>(warps.size()); break;
       }
     }
   }

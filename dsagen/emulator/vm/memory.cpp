@@ -133,57 +133,22 @@ void st(Warp& w, const Ins& i, u32 mask) {
   }
 }
 
-enum AtomKind { kAdd, kMinS, kMaxS, kMinU, kMaxU, kAnd, kOr, kXor, kExch, kCas, kInc, kDec, kAddFloat };
-
-template <class U, class I>
-U combine(AtomKind kind, U old, U b, U c) {
-  switch (kind) {
-    case kAdd: return static_cast<U>(old + b);
-    case kMinS: return static_cast<I>(old) < static_cast<I>(b) ? old : b;
-    case kMaxS: return static_cast<I>(old) > static_cast<I>(b) ? old : b;
-    case kMinU: return old < b ? old : b;
-    case kMaxU: return old > b ? old : b;
-    case kAnd: return old & b;
-    case kOr: return old | b;
-    case kXor: return old ^ b;
-    case kExch: return b;
-    case kCas: return old == b ? c : old;
-    case kInc: return old >= b ? 0 : old + 1;
-    case kDec: return old == 0 || old > b ? b : old - 1;
-    case kAddFloat:
-      if constexpr (sizeof(U) == 4)
-        return bits_as<U>(bits_as<float>(old) + bits_as<float>(b));
-      else
-        return bits_as<U>(bits_as<double>(old) + bits_as<double>(b));
-  }
-  return old;
-}
-
-template <class U, class I>
-U atomic_update(u8* at, AtomKind kind, U b, U c) {
-  // Other CTAs may run on other threads.
-  U* word = reinterpret_cast<U*>(at);
-  U old = __atomic_load_n(word, __ATOMIC_RELAXED);
-  while (!__atomic_compare_exchange_n(word, &old, combine<U, I>(kind, old, b, c), false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {
-  }
-  return old;
-}
-
-// Destination, address, b, c; flags as for loads, with the kind in bits 16 and up.
-void atom(Warp& w, const Ins& i, u32 mask) {
+// A 128-bit register. Destination or source, and the address.
+void ld_b128(Warp& w, const Ins& i, u32 mask) {
   VM_OPERANDS;
-  const LoadFormat format = format_of(i.flags);
-  const auto kind = static_cast<AtomKind>(i.flags >> 16);
+  for (u32 m = mask; m != 0; m &= m - 1) {
+    const int l = __builtin_ctz(m);
+    const u8* from = access(w, space_of(i.flags), address_of(w, i, x[1], l), 16, false, l);
+    for (int n = 0; n < 4; n++) std::memcpy(w.row(x[0]) + l + n * kLanes, from + 4 * n, 4);
+  }
+}
+void st_b128(Warp& w, const Ins& i, u32 mask) {
+  VM_OPERANDS;
   w.cta->progress++;
   for (u32 m = mask; m != 0; m &= m - 1) {
     const int l = __builtin_ctz(m);
-    const u64 address = address_of(w, i, x[1], l);
-    access(w, space_of(i.flags), address, format.bytes, false, l, true);
-    u8* at = access(w, space_of(i.flags), address, format.bytes, true, l, true);
-    if (format.bytes == 8)
-      put<u64>(w.row(x[0]), l, atomic_update<u64, i64>(at, kind, get<u64>(w.row(x[2]), l), get<u64>(w.row(x[3]), l)));
-    else
-      w.row(x[0])[l] = atomic_update<u32, i32>(at, kind, w.row(x[2])[l], w.row(x[3])[l]);
+    u8* to = access(w, space_of(i.flags), address_of(w, i, x[0], l), 16, true, l);
+    for (int n = 0; n < 4; n++) std::memcpy(to + 4 * n, w.row(x[1]) + l + n * kLanes, 4);
   }
 }
 
@@ -210,7 +175,12 @@ void isspacep(Warp& w, const Ins& i, u32 mask) {
   w.set_predicate(x[0], mask, bits);
 }
 
-const Register registers[] = {{"ld", ld}, {"st", st}, {"atom", atom}, {"cvta_shared", cvta_shared}, {"isspacep", isspacep}};
+const Register registers[] = {{"ld", ld},
+                              {"st", st},
+                              {"ld_b128", ld_b128},
+                              {"st_b128", st_b128},
+                              {"cvta_shared", cvta_shared},
+                              {"isspacep", isspacep}};
 
 }  // namespace
 

@@ -117,6 +117,40 @@ void match_any(Warp& w, const Ins& i, u32 mask) {
   });
 }
 
+// d, p, a, member mask: all lanes and true where all have the same a, else none and false.
+template <class T>
+void match_all(Warp& w, const Ins& i, u32 mask) {
+  VM_OPERANDS;
+  if (!gather(w, mask, member_mask(w, x[3], mask))) return;
+  const T first = get<T>(w.row(x[2]), __builtin_ctz(mask));
+  bool same = true;
+  each_lane(mask, [&](int l) { same &= get<T>(w.row(x[2]), l) == first; });
+  u32* d = w.row(x[0]);
+  each_lane(mask, [=](int l) { d[l] = same ? mask : 0; });
+  w.set_predicate(x[1], mask, same ? kFullMask : 0);
+}
+
+// d, a, member mask; flags: 1 maximum, 2 of magnitudes, 4 NaN wins.
+void redux_f32(Warp& w, const Ins& i, u32 mask) {
+  VM_OPERANDS;
+  if (!gather(w, mask, member_mask(w, x[2], mask))) return;
+  // Codes in the order of their values, so that -0 < +0.
+  const auto order = [](u32 bits) { return bits >> 31 ? -static_cast<i64>(bits & 0x7fffffff) - 1 : static_cast<i64>(bits); };
+  bool found = false, nan = false;
+  u32 out = 0;
+  each_lane(mask, [&](int l) {
+    const u32 bits = w.row(x[1])[l] & (i.flags & 2 ? 0x7fffffffu : kFullMask);
+    if ((bits & 0x7fffffff) > 0x7f800000) {
+      nan = true;
+    } else if (!found || (i.flags & 1 ? order(bits) > order(out) : order(bits) < order(out))) {
+      found = true, out = bits;
+    }
+  });
+  if (!found || (nan && (i.flags & 4))) out = 0x7fffffff;
+  u32* d = w.row(x[0]);
+  each_lane(mask, [=](int l) { d[l] = out; });
+}
+
 enum ReduxKind { kAdd, kMinS, kMaxS, kMinU, kMaxU, kAnd, kOr, kXor };
 
 // d, a, member mask; imm is the kind.
@@ -185,6 +219,7 @@ void pause(Warp& w, const Ins&, u32 mask) {
 void grid_wait(Warp& w, const Ins&, u32 mask) { w.grid_waited |= mask; }
 
 void trap(Warp&, const Ins&, u32) { fail("trap"); }
+void breakpoint(Warp&, const Ins&, u32) { fail("brkpt, and there is no debugger"); }
 
 void clock(Warp& w, const Ins& i, u32 mask) {
   VM_OPERANDS;
@@ -205,7 +240,10 @@ const Register registers[] = {{"shfl", shfl},
                               {"bar_warp_sync", bar_warp_sync},
                               {"match_any_b32", match_any<u32>},
                               {"match_any_b64", match_any<u64>},
+                              {"match_all_b32", match_all<u32>},
+                              {"match_all_b64", match_all<u64>},
                               {"redux", redux},
+                              {"redux_f32", redux_f32},
                               {"activemask", activemask},
                               {"bra", bra},
                               {"exit", exit_lanes},
@@ -214,6 +252,7 @@ const Register registers[] = {{"shfl", shfl},
                               {"pause", pause},
                               {"grid_wait", grid_wait},
                               {"trap", trap},
+                              {"breakpoint", breakpoint},
                               {"clock", clock},
                               {"unknown", unknown}};
 
