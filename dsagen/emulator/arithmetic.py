@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from dsagen.emulator.operations import Arg, Lowering, Op, Unsupported, constant
 from dsagen.emulator.syntax import Instruction, Operand, Pair, Reg, Sink
@@ -34,8 +35,15 @@ def lower_arithmetic(lowering: Lowering, ins: Instruction) -> list[Op]:
     if special is not None:
         return special(lowering, ins)
     parts = rest.split(".")
+    if parts[-1] == "relu":
+        # Of integers it stands behind the type.
+        return lower_arithmetic(lowering, replace(ins, opcode=".".join((operation, "relu", *parts[:-1]))))
     if parts[-1] in ("u16x2", "s16x2"):
         return _pair_of_integers(lowering, ins, operation, parts)
+    if operation in ("min", "max") and parts == ["relu", "s32"]:
+        to, a, b = ins.operands
+        args = [lowering.destination(to, 32), lowering.source(a, 32), lowering.source(b, 32)]
+        return [Op(f"{operation}_relu_s32", args)]
     if parts[-2:-1] == ["f32"] and parts[-1] in ("f16", "bf16"):
         return _mixed(lowering, ins, operation, parts)
     if "cc" in parts:
@@ -57,7 +65,8 @@ def _float(lowering: Lowering, operation: str, kind: str, qualifiers: Sequence[s
     bits = _TYPES[kind]
     args = [lowering.destination(operands[0], bits)]
     args += [lowering.source(value, bits) for value in operands[1:]]
-    return Op("arithmetic_half" if half else f"arithmetic_{kind}", args, imm=numbers[operation], flags=flags)
+    name = "arithmetic_any_f16" if half else "arithmetic_pair_f32" if kind == "f32x2" else f"arithmetic_{kind}"
+    return Op(name, args, imm=numbers[operation], flags=flags)
 
 
 def _float_flags(qualifiers: Sequence[str], *, half: bool) -> int:
@@ -95,7 +104,7 @@ def _pair_of_integers(lowering: Lowering, ins: Instruction, operation: str, part
         raise Unsupported
     args = [lowering.destination(to, 32), lowering.source(values[0], 32), lowering.source(values[-1], 32)]
     flags = int(kind[0] == "s") | (2 if qualifiers else 0)
-    return [Op("pair_b16x2", args, imm=_PAIR_OPERATIONS[operation], flags=flags)]
+    return [Op("add_any_b16x2", args, imm=_PAIR_OPERATIONS[operation], flags=flags)]
 
 
 # ---- carries --------------------------------------------------------------------------------------------------------
@@ -178,7 +187,7 @@ def _compare(
 def _numbers(lowering: Lowering, to: Operand, kind: str, tests: Sequence[Reg]) -> list[Op]:
     """What set writes where a comparison holds: all ones, or 1.0."""
     one = _ONES.get(kind.removesuffix("x2"))
-    if one is None or kind.endswith("x2") != (len(tests) == 2):
+    if one is None or (len(tests) == 2 and kind not in ("f16x2", "bf16x2", "u32", "s32")):
         raise Unsupported
     one_arg, zero = Arg("use", constant(one, 32)), Arg("use", constant(0, 32))
     if len(tests) == 1:
@@ -248,10 +257,20 @@ def _mad24(lowering: Lowering, ins: Instruction) -> list[Op]:
     product = lowering.temporary(32)
     factors = [Arg("def", product), lowering.source(a, 32), lowering.source(b, 32)]
     total = [lowering.destination(to, 32), Arg("use", product), lowering.source(c, 32)]
-    return [Op(f"mul24_{match[1]}_{match[2]}", factors), Op("add_b32", total)]
+    return [Op(f"mul_24_{match[1]}_{match[2]}", factors), Op("add_b32", total)]
+
+
+def _absolute_differences(lowering: Lowering, ins: Instruction) -> list[Op]:
+    if ins.opcode not in ("vabsdiff4.u32.u32.u32", "vabsdiff4.u32.u32.u32.add"):
+        raise Unsupported
+    to, *values = ins.operands
+    args = [lowering.destination(to, 32), *(lowering.source(value, 32) for value in values)]
+    if len(values) != 3:
+        raise Unsupported
+    return [Op("abs_differences_b8x4", args, imm=int(ins.opcode.endswith("add")))]
 
 
 _SPECIAL: dict[str, Callable[[Lowering, Instruction], list[Op]]] = {
     "addc": _carry, "subc": _carry, "madc": _carry, "setp": _comparison, "set": _comparison, "slct": _slct,
-    "prmt": _prmt, "lop3": _lop3, "mad24": _mad24,
+    "prmt": _prmt, "vabsdiff4": _absolute_differences, "lop3": _lop3, "mad24": _mad24,
 }  # fmt: skip

@@ -14,6 +14,8 @@ from dsagen.emulator.syntax import Call, Instruction, Kernel, Module, Operand, P
 
 FUNCTIONS_BASE = 0x7400_0000_0000
 _PRINT, _ASSERT = "vprintf", "__assertfail"
+# As enum LibraryFunction of vm/calls.cpp.
+_LIBRARY = {_ASSERT: -1, _PRINT: -2}
 
 
 def function_addresses(module: Module) -> dict[str, int]:
@@ -101,7 +103,7 @@ class CallLowering:
 
     def leave(self, function: Kernel) -> Op:
         """What `ret` becomes in a function."""
-        return Op("return", [Arg("use", self._return_to[function.name])], callee=function.name)
+        return Op("ret", [Arg("use", self._return_to[function.name])], callee=function.name)
 
     def lower(self, caller: Kernel, instruction: Instruction) -> list[Op]:
         """The operations of a call; where it cannot run, one that says why."""
@@ -111,10 +113,10 @@ class CallLowering:
             return self._indirect(caller, instruction, call, call.callee)
         name = call.callee.name if isinstance(call.callee, Sym) else "of what is no name"
         if name == _ASSERT and len(call.arguments) == 5:
-            return [Op("assert_fail", [arg for value in call.arguments for arg in self._place(value)])]
+            return [Op("call", [arg for value in call.arguments for arg in self._place(value)], imm=_LIBRARY[name])]
         if name == _PRINT and len(call.arguments) == 2 and len(call.results) == 1:
             places = (*call.arguments, *call.results)
-            return [Op("print_text", [arg for value in places for arg in self._place(value)])]
+            return [Op("call", [arg for value in places for arg in self._place(value)], imm=_LIBRARY[name])]
         targets = self._graph.targets(call)
         if not targets:
             return [Op("unknown", text=f"call {name} ({self._refusal(name)})")]
@@ -162,7 +164,7 @@ class CallLowering:
         """Between the caller's variable and the function's parameter, both memory of the thread."""
         own = self._place(value)
         other = self._place(Sym(param.name))
-        return Op("copy_local", [*other, *own] if back else [*own, *other], imm=param.size_bytes)
+        return Op("mov_local", [*other, *own] if back else [*own, *other], imm=param.size_bytes)
 
     def _place(self, value: Operand) -> list[Arg]:
         """Byte of the thread's memory at which a variable lies, in two halves."""

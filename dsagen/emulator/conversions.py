@@ -48,7 +48,7 @@ def lower_conversion(lowering: Lowering, ins: Instruction) -> list[Op]:
     args += [lowering.source(value, _KINDS[from_] * (1 if from_ == "f32" else elements)) for value in values]
     if random is not None:
         args.append(lowering.source(random, 32))
-    return [Op("cvt", args, flags=flags), *_sign_extension(ins.operands[0], to)]
+    return [Op("cvt_any", args, flags=flags), *_sign_extension(ins.operands[0], to)]
 
 
 def _elements(kind: str) -> tuple[str, int]:

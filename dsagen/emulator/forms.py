@@ -93,7 +93,7 @@ def _memory_parts(opcode: str) -> tuple[str, int, str, int]:
             operands = 3
         elif part not in _ORDERS:
             raise Unsupported
-    if kind not in _BITS or count * _BITS[kind] > 256:
+    if kind not in _BITS or count * _BITS[kind] > (128 if kind == "b128" else 256):
         raise Unsupported
     return space, count, kind, operands
 
@@ -117,8 +117,12 @@ def _ld(lowering: Lowering, ins: Instruction, match: re.Match[str]) -> list[Op]:
     if len(targets) != count or len(ins.operands) != operands:
         raise Unsupported
     if kind == "b128":
-        args = [lowering.destination(targets[0], 128), base]
-        return [Op("ld_b128", args, imm=offset, flags=_SPACES[space] | wide << 10)] if count == 1 else _none()
+        # Two halves, and put together.
+        halves = [lowering.temporary(64), lowering.temporary(64)]
+        flags = _memory_flags(space, "b64", 2, wide=wide, register_bits=64)
+        whole = [lowering.destination(targets[0], 128), *(Arg("use", half) for half in halves)]
+        load = Op("ld", [*(Arg("def", half) for half in halves), base], imm=offset, flags=flags)
+        return [load, Op("pack", whole, imm=64, flags=2)]
     registers = [target for target in targets if isinstance(target, Reg)]
     bits = registers[0].bits if registers else max(_BITS[kind], 16)
     if bits not in (16, 32, 64) or any(register.bits != bits for register in registers) or bits < _BITS[kind]:
@@ -126,10 +130,6 @@ def _ld(lowering: Lowering, ins: Instruction, match: re.Match[str]) -> list[Op]:
     args = [lowering.destination(target, 64 if bits == 64 else 32) for target in targets]
     flags = _memory_flags(space, kind, count, wide=wide, register_bits=bits)
     return [Op("ld", [*args, base], imm=offset, flags=flags)]
-
-
-def _none() -> list[Op]:
-    raise Unsupported
 
 
 def _ldu(lowering: Lowering, ins: Instruction, match: re.Match[str]) -> list[Op]:
@@ -144,8 +144,10 @@ def _st(lowering: Lowering, ins: Instruction, match: re.Match[str]) -> list[Op]:
         raise Unsupported
     args = [lowering.source(value, _BITS[kind]) for value in values]
     if kind == "b128":
-        flags = _SPACES[space] | wide << 10
-        return [Op("st_b128", [base, *args], imm=offset, flags=flags)] if count == 1 else _none()
+        halves = [lowering.temporary(64), lowering.temporary(64)]
+        flags = _memory_flags(space, "b64", 2, wide=wide)
+        parts = Op("unpack", [*(Arg("def", half) for half in halves), args[0]], imm=64, flags=2)
+        return [parts, Op("st", [base, *(Arg("use", half) for half in halves)], imm=offset, flags=flags)]
     return [Op("st", [base, *args], imm=offset, flags=_memory_flags(space, kind, count, wide=wide))]
 
 
@@ -163,12 +165,14 @@ def _atom(lowering: Lowering, ins: Instruction, match: re.Match[str]) -> list[Op
     values = [items(operand) for operand in operands[1:]]
     if len(values) != (2 if operation == "cas" else 1) or any(len(group) != count for group in (to, *values)):
         raise Unsupported
-    args = [*(lowering.destination(target, bits) for target in to), base]
+    results = [lowering.destination(target, bits) for target in to]
+    args = [results[0], base, *results[1:]]
     for group in (values[0], values[-1]):
         args += [lowering.source(value, bits) for value in group]
-    log_bytes = {16: 1, 32: 2, 64: 3, 128: 4}[bits]
-    flags = _SPACES[space] | log_bytes << 3 | count << 6 | wide << 10
-    return [Op("atom", args, imm=offset, flags=flags | _ATOMS.index(operation) << 16 | type_ << 20)]
+    # 128 bits count as two elements of 64.
+    wholes = bits == 128
+    flags = _memory_flags(space, "b64" if wholes else f"b{bits}", 2 if wholes else count, wide=wide)
+    return [Op("atom", args, imm=offset, flags=flags | wholes << 9 | _ATOMS.index(operation) << 16 | type_ << 20)]
 
 
 def _atom_parts(opcode: str) -> tuple[str, str, int, str, bool]:
@@ -211,7 +215,6 @@ def _matrix(lowering: Lowering, ins: Instruction, match: re.Match[str]) -> list[
     name = f"{match[1]}matrix"
     if kind != "b16":
         flags |= _PACKINGS[kind] << 9
-        name += "_bytes"
     # 16 x 16 comes transposed only, packed rows of 16 never do; bytes are not stored.
     if (kind == "b16") != (form == "m8n8") or (kind != "b16" and (store or transposed != (form == "m16n16"))):
         raise Unsupported
@@ -308,7 +311,7 @@ def _bra(lowering: Lowering, ins: Instruction, match: re.Match[str]) -> list[Op]
 def _brx(lowering: Lowering, ins: Instruction, match: re.Match[str]) -> list[Op]:
     if not ins.targets:
         raise Unsupported
-    return [Op("branch_table", [lowering.source(ins.operands[0], 32)], flags=len(ins.targets), targets=ins.targets)]
+    return [Op("brx", [lowering.source(ins.operands[0], 32)], flags=len(ins.targets), targets=ins.targets)]
 
 
 def _isspacep(lowering: Lowering, ins: Instruction, match: re.Match[str]) -> list[Op]:

@@ -54,15 +54,15 @@ def _resolve(ops: Sequence[Op], labels: Mapping[int, int], entries: Mapping[str,
         if op.target >= 0:
             op.imm = labels[op.target]
             op.jumps = [op.imm]
-        elif op.name == "branch_table":
+        elif op.name == "brx":
             op.jumps = [labels[target] for target in op.targets]
             op.args += [Arg("raw", half) for to in op.jumps for half in (to & 0xFFFF, to >> 16)]
-        elif op.name == "call":
+        elif op.name == "call" and op.callee:
             op.imm = entries[op.callee]
             op.jumps = [op.imm]
             returns.setdefault(op.callee, []).append(at + 1)
     for op in ops:
-        if op.name == "return":
+        if op.name == "ret":
             op.jumps = returns.get(op.callee, [])
 
 

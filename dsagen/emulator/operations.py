@@ -77,7 +77,7 @@ class Op:
     @property
     def parts(self) -> bool:
         """Whether the next operation does not follow, unless a guard says so."""
-        return self.name in ("exit", "bra", "branch_table", "call", "return")
+        return self.name in ("exit", "bra", "brx", "ret") or self.callee != ""
 
 
 class Lowering:

@@ -34,15 +34,15 @@ from dsagen.errors import EmulatorError
 _TYPE_BYTES = {"b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2, "f16": 2, "bf16": 2, "b32": 4, "u32": 4}
 _TYPE_BYTES |= {"s32": 4, "f32": 4, "f16x2": 4, "bf16x2": 4, "b64": 8, "u64": 8, "s64": 8, "f64": 8, "b128": 16}
 _MOST_VARIABLE_BYTES = 1 << 31
-_REG = re.compile(r"\.reg\s+\.(\w+)\s+(.*)\Z", re.DOTALL | re.ASCII)
+_REG = re.compile(r"\.reg\s*\.(\w+)\s+(.*)\Z", re.DOTALL | re.ASCII)
 _VARIABLE = re.compile(
-    rf"(?:\.(?:visible|extern|weak|common)\s+)*\.(?P<space>shared|global|const|local|param)\s+"
-    rf"(?:\.attribute\s*\([^)]*\)\s*)?(?:\.align\s+(?P<align>\d+)\s+)?(?:\.v(?P<vector>[24])\s+)?\.(?P<type>\w+)\s+"
+    rf"(?:\.(?:visible|extern|weak|common)\s+)*\.(?P<space>shared|global|const|local|param)\s*"
+    rf"(?:\.attribute\s*\([^)]*\)\s*)?(?:\.align\s+(?P<align>\d+)\s*)?(?:\.v(?P<vector>[24])\s*)?\.(?P<type>\w+)\s+"
     rf"(?P<name>{NAME})\s*(?P<dims>(?:\[\s*\d*\s*\]\s*)*)(?:=\s*(?P<init>.*))?\Z",
     re.DOTALL | re.ASCII,
 )
 _PARAM = re.compile(
-    rf"\.param\s+(?:\.align\s+(?P<align>\d+)\s+)?\.(?P<type>\w+)\s+(?:\.ptr\s*(?:\.\w+\s+)?(?:\.align\s+\d+\s+)?)?"
+    rf"\.param\s*(?:\.align\s+(?P<align>\d+)\s*)?\.(?P<type>\w+)\s+(?:\.ptr\s*(?:\.\w+\s+)?(?:\.align\s+\d+\s+)?)?"
     rf"(?P<name>{NAME})\s*(?:\[\s*(?P<count>\d+)\s*\])?",
     re.ASCII,
 )

@@ -64,12 +64,11 @@ _INTEGER = (
     _rule(r"fns\.b32", "fns_b32", "d32 s32 s32 s32"),
     _rule(r"bmsk\.(clamp|wrap)\.b32", "bmsk_{1}", "d32 s32 s32"),
     _rule(r"szext\.(clamp|wrap)\.([us]32)", "szext_{1}_{2}", "d32 s32 s32"),
-    _rule(r"cnot\.b(16|32|64)", "cnot_b{1}", "d{1} s{1}"),
+    _rule(r"cnot\.b(16|32|64)", "not_logical_b{1}", "d{1} s{1}"),
     _rule(r"sad\.([us])(16|32|64)", "sad_{1}{2}", "d{2} s{2} s{2} s{2}"),
-    _rule(r"mul24\.(lo|hi)\.([us]32)", "mul24_{1}_{2}", "d32 s32 s32"),
+    _rule(r"mul24\.(lo|hi)\.([us]32)", "mul_24_{1}_{2}", "d32 s32 s32"),
     _rule(r"(add|sub)\.sat\.s32", "{1}_sat_s32", "d32 s32 s32"),
     _rule(r"mad\.hi\.sat\.s32", "mad_hi_sat_s32", "d32 s32 s32 s32"),
-    _rule(r"(min|max)\.relu\.s32", "{1}_relu_s32", "d32 s32 s32"),
     _rule(r"prmt\.b32", "prmt_b32", "d32 s32 s32 s32"),
     _rule(r"shf\.([lr])\.(wrap|clamp)\.b32", "shf_{1}_{2}", "d32 s32 s32 s32"),
     _rule(r"bfe\.([us])(32|64)", "bfe_{1}{2}", "d{2} s{2} s32 s32"),
@@ -137,7 +136,7 @@ _WARP = (
     _rule(r"match\.any\.sync\.b(32|64)", "match_any_b{1}", "d32 s{1} s32"),
     _rule(r"match\.all\.sync\.b(32|64)", "match_all_b{1}", "d32|p? s{1} s32"),
     *(
-        _rule(rf"redux\.sync\.{kind}\.f32", "redux_f32", "d32 s32 s32", flags=flags)
+        _rule(rf"redux\.sync\.{kind}\.f32", "redux", "d32 s32 s32", 8, flags)
         for flags, kind in enumerate(_FLOAT_REDUCTIONS)
     ),
     *(
@@ -149,7 +148,7 @@ _WARP = (
     _rule(r"activemask\.b32", "activemask", "d32"),
     _rule(r"ret(?:\.uni)?|exit", "exit", ""),
     _rule(r"trap", "trap", ""),
-    _rule(r"brkpt", "breakpoint", ""),
+    _rule(r"brkpt", "trap", "", 1),
     _rule(r"pmevent(?:\.mask)?", "nothing", "-"),
     _rule(r"nanosleep\.u32", "pause", "-"),
     _rule(r"movmatrix\.sync\.aligned\.m8n8\.trans\.b16", "movmatrix", "d32 s32"),

@@ -10,15 +10,16 @@ namespace {
 enum Operation { kAdd, kMin, kMax, kAnd, kOr, kXor, kExch, kCas, kInc, kDec };
 enum Type { kUnsigned, kSigned, kFloat, kDouble, kHalf, kBrain, kHalfPair, kBrainPair };
 
-// flags: bits 0-2 space, 3-5 log2 of an element's bytes, 6-9 elements, 10 address is 64 bits wide, 16-19 operation,
-// 20-23 type.
+// flags: bits 0-2 space, 3-4 log2 of an element's bytes, 5-8 elements, 9 they are one of 128 bits, 10 address is 64 bits
+// wide, 16-19 operation, 20-23 type.
 struct Atomic {
   Space space;
   u32 bytes, count;
   Operation operation;
   Type type;
   explicit Atomic(u32 flags)
-      : space(static_cast<Space>(flags & 7)), bytes(1u << (flags >> 3 & 7)), count(flags >> 6 & 15),
+      : space(static_cast<Space>(flags & 7)), bytes(flags >> 9 & 1 ? 16 : 1u << (flags >> 3 & 3)),
+        count(flags >> 9 & 1 ? 1 : flags >> 5 & 15),
         operation(static_cast<Operation>(flags >> 16 & 15)), type(static_cast<Type>(flags >> 20 & 15)) {}
 };
 
@@ -98,7 +99,7 @@ void update_wide(u8* at, const Atomic& a, int l, u32* d, const u32* b, const u32
 
 void update_lane(Warp& w, const Atomic& a, const u16* x, u32 n, int l, u8* at, bool flushes) {
   const u16 *source = x + a.count + 1 + n, *last = source + a.count;
-  u32* d = w.row(x[n]);
+  u32* d = w.row(x[n == 0 ? 0 : n + 1]);
   const u32 *b = w.row(*source), *c = w.row(*last);
   switch (a.bytes) {
     case 2:
@@ -110,14 +111,14 @@ void update_lane(Warp& w, const Atomic& a, const u16* x, u32 n, int l, u8* at, b
   }
 }
 
-// Destinations, address, as many b, as many c.
+// Destination, address, the other destinations, as many b, as many c.
 void atom(Warp& w, const Ins& i, u32 mask) {
   VM_OPERANDS;
   const Atomic a(i.flags);
   w.cta->progress++;
   for (u32 m = mask; m != 0; m &= m - 1) {
     const int l = __builtin_ctz(m);
-    const u64 address = address_of(w, i, x[a.count], l);
+    const u64 address = address_of(w, i, x[1], l);
     access(w, a.space, address, a.bytes * a.count, false, l, true);
     u8* at = access(w, a.space, address, a.bytes * a.count, true, l, true);
     const bool shared = a.space == kShared || (a.space == kGeneric && (address & ~(kWindowBytes - 1)) == kSharedWindow);

@@ -24,15 +24,6 @@ void part(Warp& w, u32 mask, F target) {
   w.stop = true;
 }
 
-// Operand: where to come back to; imm is where the function starts.
-void call(Warp& w, const Ins& i, u32 mask) {
-  VM_OPERANDS;
-  u32* back = w.row(x[0]);
-  const u32 after = w.now + 1;
-  each_lane(mask, [=](int l) { back[l] = after; });
-  part(w, mask, [&](int) { return static_cast<u32>(i.imm); });
-}
-
 void return_lanes(Warp& w, const Ins& i, u32 mask) {
   VM_OPERANDS;
   const u32* back = w.row(x[0]);
@@ -81,8 +72,7 @@ std::string text_at(Warp& w, int lane, u64 address) {
 }
 
 // Operands: where message, file, line, function and size of a character lie.
-void assert_fail(Warp& w, const Ins& i, u32 mask) {
-  VM_OPERANDS;
+void assert_fail(Warp& w, const u16* x, u32 mask) {
   const int lane = __builtin_ctz(mask);
   const std::string message = text_at(w, lane, local_value(w, lane, wide(x), 8));
   const std::string file = text_at(w, lane, local_value(w, lane, wide(x + 2), 8));
@@ -127,8 +117,7 @@ std::string formatted(Warp& w, int lane, std::string conversion, u64 arguments, 
 }
 
 // Operands: where the addresses of format and arguments lie, and the result.
-void print_text(Warp& w, const Ins& i, u32 mask) {
-  VM_OPERANDS;
+void print_text(Warp& w, const u16* x, u32 mask) {
   static std::mutex lock;
   for (u32 m = mask; m != 0; m &= m - 1) {
     const int lane = __builtin_ctz(m);
@@ -154,12 +143,24 @@ void print_text(Warp& w, const Ins& i, u32 mask) {
   }
 }
 
+// As calls.py numbers them.
+enum LibraryFunction : i32 { kAssertFail = -1, kPrint = -2 };
+
+// Operand: where to come back to; imm is where the function starts, or a number of the run-time library.
+void call(Warp& w, const Ins& i, u32 mask) {
+  VM_OPERANDS;
+  if (i.imm == kAssertFail) return assert_fail(w, x, mask);
+  if (i.imm == kPrint) return print_text(w, x, mask);
+  u32* back = w.row(x[0]);
+  const u32 after = w.now + 1;
+  each_lane(mask, [=](int l) { back[l] = after; });
+  part(w, mask, [&](int) { return static_cast<u32>(i.imm); });
+}
+
 const Register registers[] = {{"call", call},
-                              {"return", return_lanes},
-                              {"branch_table", branch_table},
-                              {"copy_local", copy_local},
-                              {"assert_fail", assert_fail},
-                              {"print_text", print_text}};
+                              {"ret", return_lanes},
+                              {"brx", branch_table},
+                              {"mov_local", copy_local}};
 
 }  // namespace
 }  // namespace vm

@@ -279,7 +279,7 @@ void cvt_pack(Warp& w, const Ins& i, u32 mask) {
   });
 }
 
-const Register registers[] = {{"cvt", cvt}, {"cvt_pack", cvt_pack}};
+const Register registers[] = {{"cvt_any", cvt}, {"cvt_pack", cvt_pack}};
 
 // e4m3 is what caches hold.
 void cvt_f16x2_e4m3x2(Warp& w, const Ins& i, u32 mask) {

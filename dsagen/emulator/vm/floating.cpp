@@ -210,7 +210,7 @@ void test_kind(Warp& w, const Ins& i, u32 mask) {
 
 const Register registers[] = {{"arithmetic_f32", arithmetic<float>},
                               {"arithmetic_f64", arithmetic<double>},
-                              {"arithmetic_f32x2", arithmetic_pair},
+                              {"arithmetic_pair_f32", arithmetic_pair},
                               {"testp_f32", test_kind<float>},
                               {"testp_f64", test_kind<double>}};
 

@@ -147,7 +147,7 @@ void arithmetic_half(Warp& w, const Ins& i, u32 mask) {
     d[l] = out;
   });
 }
-const Register register_half("arithmetic_half", arithmetic_half);
+const Register register_half("arithmetic_any_f16", arithmetic_half);
 
 }  // namespace
 }  // namespace vm

@@ -202,13 +202,13 @@ VM_BINARY(szext_clamp_u32, u32, u32, u32, b >= 32 ? a : a & low_bits(b))
 VM_BINARY(szext_wrap_u32, u32, u32, u32, a & low_bits(b & 31))
 VM_BINARY(szext_clamp_s32, u32, u32, u32, b >= 32 ? a : extend_sign(a, b))
 VM_BINARY(szext_wrap_s32, u32, u32, u32, extend_sign(a, b & 31))
-VM_UNARY(cnot_b16, u16, u16, a == 0)
-VM_UNARY(cnot_b32, u32, u32, a == 0)
-VM_UNARY(cnot_b64, u64, u64, a == 0)
-VM_BINARY(mul24_lo_u32, u32, u32, u32, static_cast<u64>(a & 0xffffff) * (b & 0xffffff))
-VM_BINARY(mul24_hi_u32, u32, u32, u32, static_cast<u64>(a & 0xffffff) * (b & 0xffffff) >> 16)
-VM_BINARY(mul24_lo_s32, u32, u32, u32, signed_24(a) * signed_24(b))
-VM_BINARY(mul24_hi_s32, u32, u32, u32, signed_24(a) * signed_24(b) >> 16)
+VM_UNARY(not_logical_b16, u16, u16, a == 0)
+VM_UNARY(not_logical_b32, u32, u32, a == 0)
+VM_UNARY(not_logical_b64, u64, u64, a == 0)
+VM_BINARY(mul_24_lo_u32, u32, u32, u32, static_cast<u64>(a & 0xffffff) * (b & 0xffffff))
+VM_BINARY(mul_24_hi_u32, u32, u32, u32, static_cast<u64>(a & 0xffffff) * (b & 0xffffff) >> 16)
+VM_BINARY(mul_24_lo_s32, u32, u32, u32, signed_24(a) * signed_24(b))
+VM_BINARY(mul_24_hi_s32, u32, u32, u32, signed_24(a) * signed_24(b) >> 16)
 VM_BINARY(add_sat_s32, i32, i32, i32, clamp_32(static_cast<i64>(a) + b))
 VM_BINARY(sub_sat_s32, i32, i32, i32, clamp_32(static_cast<i64>(a) - b))
 VM_TERNARY(mad_hi_sat_s32, i32, i32, i32, i32, clamp_32((static_cast<i64>(a) * b >> 32) + c))
@@ -307,6 +307,22 @@ static const Register carries[] = {{"add_carry_b32", add_carry<u32>},
                                    {"mad_carry_b32", mad_carry<u32, i32>},
                                    {"mad_carry_b64", mad_carry<u64, i64>}};
 
+// Differences of four bytes; imm 1: their sum and c.
+static void vabsdiff4(Warp& w, const Ins& i, u32 mask) {
+  VM_OPERANDS;
+  u32* d = w.row(x[0]);
+  const u32 *a = w.row(x[1]), *b = w.row(x[2]), *c = w.row(x[3]);
+  each_lane(mask, [&](int l) {
+    u32 bytes = 0, sum = c[l];
+    for (int n = 0; n < 4; n++) {
+      const u32 apart = distance<u32>(a[l] >> 8 * n & 0xff, b[l] >> 8 * n & 0xff);
+      bytes |= apart << 8 * n, sum += apart;
+    }
+    d[l] = i.imm == 1 ? sum : bytes;
+  });
+}
+static const Register register_vabsdiff4("abs_differences_b8x4", vabsdiff4);
+
 // Two 16-bit integers in a register; imm: 0 add, 1 min, 2 max, 3 sub, 4 neg; flags: 1 signed, 2 relu.
 static u16 half_of_pair(const Ins& i, u16 a, u16 b) {
   const bool less = i.flags & 1 ? static_cast<i16>(a) < static_cast<i16>(b) : a < b;
@@ -329,7 +345,7 @@ static void pair_b16x2(Warp& w, const Ins& i, u32 mask) {
            half_of_pair(i, static_cast<u16>(a[l]), static_cast<u16>(b[l]));
   });
 }
-static const Register register_pair("pair_b16x2", pair_b16x2);
+static const Register register_pair("add_any_b16x2", pair_b16x2);
 
 #define VM_BFI(BITS, U)                                                          \
   static void bfi_b##BITS(Warp& w, const Ins& i, u32 mask) {                     \

@@ -46,34 +46,8 @@ void spread(u32 packing, const u8* from, u8* to) {
   }
 }
 
-// Destinations, then the address.
-void ldmatrix(Warp& w, const Ins& i, u32 mask) {
-  VM_OPERANDS;
-  if (!gather(w, mask, w.born)) return;
-  require_full_warp(mask, "ldmatrix");
-  const MatrixFormat format(i.flags);
-  u16 rows[32][8];
-  for (u32 n = 0; n < 8 * format.count; n++) {
-    const int lane = static_cast<int>(n);
-    std::memcpy(rows[n], access(w, format.space, row_address(w, format, x + format.count, lane), 16, false, lane), 16);
-  }
-  for (u32 z = 0; z < format.count; z++) {
-    u32* d = w.row(x[z]);
-    for (int l = 0; l < kLanes; l++) {
-      const int r = l / 4, c = 2 * (l % 4);
-      const u16(*matrix)[8] = rows + 8 * z;
-      d[l] = format.transposed ? matrix[c][r] | static_cast<u32>(matrix[c + 1][r]) << 16
-                               : matrix[r][c] | static_cast<u32>(matrix[r][c + 1]) << 16;
-    }
-  }
-}
-
 // Bytes: rows of 16, 8 of them, or 16 that come transposed in two registers.
-void ldmatrix_bytes(Warp& w, const Ins& i, u32 mask) {
-  VM_OPERANDS;
-  if (!gather(w, mask, w.born)) return;
-  require_full_warp(mask, "ldmatrix");
-  const MatrixFormat format(i.flags);
+void ldmatrix_bytes(Warp& w, const u16* x, const MatrixFormat& format) {
   const u32 height = format.form == 2 ? 16 : 8, registers = format.form == 2 ? 2 * format.count : format.count;
   u8 rows[32][16];
   for (u32 n = 0; n < height * format.count; n++) {
@@ -88,6 +62,29 @@ void ldmatrix_bytes(Warp& w, const Ins& i, u32 mask) {
       for (u32 n = 0; n < 4; n++)
         out |= static_cast<u32>(format.form == 2 ? rows[16 * (z / 2) + c + n][r + 8 * (z % 2)] : rows[8 * z + r][c + n]) << 8 * n;
       d[l] = out;
+    }
+  }
+}
+
+// Destinations, then the address.
+void ldmatrix(Warp& w, const Ins& i, u32 mask) {
+  VM_OPERANDS;
+  if (!gather(w, mask, w.born)) return;
+  require_full_warp(mask, "ldmatrix");
+  const MatrixFormat format(i.flags);
+  if (format.form != 0) return ldmatrix_bytes(w, x, format);
+  u16 rows[32][8];
+  for (u32 n = 0; n < 8 * format.count; n++) {
+    const int lane = static_cast<int>(n);
+    std::memcpy(rows[n], access(w, format.space, row_address(w, format, x + format.count, lane), 16, false, lane), 16);
+  }
+  for (u32 z = 0; z < format.count; z++) {
+    u32* d = w.row(x[z]);
+    for (int l = 0; l < kLanes; l++) {
+      const int r = l / 4, c = 2 * (l % 4);
+      const u16(*matrix)[8] = rows + 8 * z;
+      d[l] = format.transposed ? matrix[c][r] | static_cast<u32>(matrix[c + 1][r]) << 16
+                               : matrix[r][c] | static_cast<u32>(matrix[r][c + 1]) << 16;
     }
   }
 }
@@ -285,7 +282,6 @@ void mma_bytes(Warp& w, const Ins& i, u32 mask) {
 }
 
 const Register registers[] = {{"ldmatrix", ldmatrix},
-                              {"ldmatrix_bytes", ldmatrix_bytes},
                               {"stmatrix", stmatrix},
                               {"movmatrix", movmatrix},
                               {"mma_k16_w2", mma<16, 2>},

@@ -133,25 +133,6 @@ void st(Warp& w, const Ins& i, u32 mask) {
   }
 }
 
-// A 128-bit register. Destination or source, and the address.
-void ld_b128(Warp& w, const Ins& i, u32 mask) {
-  VM_OPERANDS;
-  for (u32 m = mask; m != 0; m &= m - 1) {
-    const int l = __builtin_ctz(m);
-    const u8* from = access(w, space_of(i.flags), address_of(w, i, x[1], l), 16, false, l);
-    for (int n = 0; n < 4; n++) std::memcpy(w.row(x[0]) + l + n * kLanes, from + 4 * n, 4);
-  }
-}
-void st_b128(Warp& w, const Ins& i, u32 mask) {
-  VM_OPERANDS;
-  w.cta->progress++;
-  for (u32 m = mask; m != 0; m &= m - 1) {
-    const int l = __builtin_ctz(m);
-    u8* to = access(w, space_of(i.flags), address_of(w, i, x[0], l), 16, true, l);
-    for (int n = 0; n < 4; n++) std::memcpy(to + 4 * n, w.row(x[1]) + l + n * kLanes, 4);
-  }
-}
-
 // Between the generic space and the shared window; the other windows need no change. imm 1: to shared.
 void cvta_shared(Warp& w, const Ins& i, u32 mask) {
   VM_OPERANDS;
@@ -177,8 +158,6 @@ void isspacep(Warp& w, const Ins& i, u32 mask) {
 
 const Register registers[] = {{"ld", ld},
                               {"st", st},
-                              {"ld_b128", ld_b128},
-                              {"st_b128", st_b128},
                               {"cvta_shared", cvta_shared},
                               {"isspacep", isspacep}};
 
