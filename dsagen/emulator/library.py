@@ -73,10 +73,12 @@ class RegionRow(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Library:
-    """The loaded machine; `numbers` gives the number of each instruction by name."""
+    """The loaded machine; `numbers` gives the number of each instruction by name. `name` tells its build apart."""
 
     handle: ctypes.CDLL
     numbers: Mapping[str, int]
+    name: str
+    folder: Path
 
 
 @cache
@@ -85,7 +87,8 @@ def load_library(folder: Path | None = None) -> Library:
 
     EmulatorError where there is no g++ or it fails.
     """
-    handle = ctypes.CDLL(str(_built(folder or _default_folder())))
+    path = _built(folder or _default_folder())
+    handle = ctypes.CDLL(str(path))
     handle.vm_instruction_name.restype = ctypes.c_char_p
     handle.vm_run.argtypes = (ctypes.POINTER(LaunchBlock),)
     if handle.vm_launch_bytes() != ctypes.sizeof(LaunchBlock):
@@ -95,7 +98,7 @@ def load_library(folder: Path | None = None) -> Library:
     if tuple(handle.vm_address(n) for n in range(len(stated))) != stated:
         raise EmulatorError("vm/machine.h and operations.py differ in where shared, local or parameter memory begins")
     names = [handle.vm_instruction_name(n).decode() for n in range(handle.vm_instruction_count())]
-    return Library(handle, {name: number for number, name in enumerate(names)})
+    return Library(handle, {name: number for number, name in enumerate(names)}, path.stem, path.parent)
 
 
 def _default_folder() -> Path:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from dsagen.emulator.allocate import Slots, allocate
 from dsagen.emulator.calls import CallGraph, function_addresses
 from dsagen.emulator.lower import lower
 from dsagen.emulator.operations import LOCAL_WINDOW, PARAM_WINDOW, SHARED_RESERVE, Arg, Const, Op
+from dsagen.emulator.scan import Location
 from dsagen.emulator.syntax import Kernel, Module, Reg, Variable
 from dsagen.errors import EmulatorError
 
@@ -51,6 +53,9 @@ class Program:
     static_shared_bytes: int
     local_bytes: int
     variables: tuple[ModuleVariable, ...]
+    target: str
+    # PTX line -> where its CUDA line lies and was inlined, where that is not the kernel's own text.
+    places: dict[int, str]
 
     @property
     def instructions(self) -> int:
@@ -99,7 +104,31 @@ def assemble(module: Module, entry: str, numbers: Mapping[str, int]) -> Program:
         layout.shared_bytes,
         layout.local_bytes,
         layout.variables,
+        module.target,
+        _places(graph),
     )
+
+
+def _places(graph: CallGraph) -> dict[int, str]:
+    """A text for each PTX line whose CUDA line was inlined or lies in another file than the kernel."""
+    files = graph.module.files
+    out: dict[int, str] = {}
+    own = next((at.callers[-1][0] if at.callers else at.file for at in _locations(graph.kernel) if at.line), 0)
+
+    def name(file: int, line: int) -> str:
+        return f"line {line}" + (f" of {Path(files.get(file, '')).name}" if file != own else "")
+
+    for function in (graph.kernel, *graph.functions):
+        for instruction in function.instructions:
+            at = instruction.location
+            if at.callers or (at.line and at.file != own):
+                chain = [name(at.file, at.line), *(name(file, line) for file, line in at.callers)]
+                out[instruction.line] = ", inlined at ".join(chain)
+    return out
+
+
+def _locations(kernel: Kernel) -> Iterator[Location]:
+    return (instruction.location for instruction in kernel.instructions)
 
 
 def lower_kernel(module: Module, kernel: Kernel) -> list[Op]:

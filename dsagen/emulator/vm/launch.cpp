@@ -4,6 +4,7 @@
 #include <cstdarg>
 #include <cstdio>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 #include "machine.h"
@@ -126,6 +127,8 @@ void Cta::reset(u32 linear) {
   pending.clear();
   std::fill(commit_groups.begin(), commit_groups.end(), 0);
   executed = 0;
+  // Registers that nobody has written hold the same in every CTA.
+  std::fill(storage.begin(), storage.end(), kFullMask);
   random.state = (launch->seed + 1) * 0x9e3779b97f4a7c15ull + linear;
   random.next();
   for (Warp& w : warps) {
@@ -133,6 +136,8 @@ void Cta::reset(u32 linear) {
     w.live = w.runnable = w.born;
     w.parked = w.yielded = w.polling = w.grid_waited = 0;
     w.stands.clear();
+    std::fill(w.predicates, w.predicates + launch->predicates, 0);
+    w.predicates[1] = kFullMask;
     load_specials(w);
   }
 }
@@ -273,16 +278,23 @@ namespace {
 
 void run_ctas(vm::Launch& launch, const std::vector<vm::Region>& regions, std::atomic<uint32_t>& next, uint32_t count,
               std::mutex& lock, std::string& message) {
-  vm::Cta cta(launch, regions);
-  try {
-    for (uint32_t linear; (linear = next.fetch_add(1)) < count;) cta.run(linear);
-  } catch (const vm::Fault& fault) {
+  const auto stop = [&](const std::string& text) {
     next = count;
     const std::lock_guard<std::mutex> guard(lock);
-    if (message.empty()) message = fault.text;
+    if (message.empty()) message = text;
+  };
+  try {
+    vm::Cta cta(launch, regions);
+    try {
+      for (uint32_t linear; (linear = next.fetch_add(1)) < count;) cta.run(linear);
+    } catch (const vm::Fault& fault) {
+      stop(fault.text);
+    }
+    const std::lock_guard<std::mutex> guard(lock);
+    for (int n = 0; n < 4; n++) launch.counters[n] += cta.counters[n];
+  } catch (const std::exception& error) {
+    stop(std::string("the machine needs more of this host than it has: ") + error.what());
   }
-  const std::lock_guard<std::mutex> guard(lock);
-  for (int n = 0; n < 4; n++) launch.counters[n] += cta.counters[n];
 }
 
 }  // namespace
@@ -295,8 +307,12 @@ extern "C" int vm_run(vm::Launch* launch) {
   std::mutex lock;
   std::string message;
   std::vector<std::thread> others;
-  for (uint32_t n = 1; n < std::min(launch->os_threads, count); n++)
-    others.emplace_back([&] { run_ctas(*launch, regions, next, count, lock, message); });
+  try {
+    for (uint32_t n = 1; n < std::min(launch->os_threads, count); n++)
+      others.emplace_back([&] { run_ctas(*launch, regions, next, count, lock, message); });
+  } catch (const std::system_error&) {
+    // Fewer threads do the same work.
+  }
   run_ctas(*launch, regions, next, count, lock, message);
   for (std::thread& other : others) other.join();
   snprintf(launch->message, sizeof launch->message, "%s", message.c_str());
