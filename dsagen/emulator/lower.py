@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 
 from dsagen.emulator.arithmetic import lower_arithmetic
@@ -92,7 +93,9 @@ def _from_form(lowering: Lowering, instruction: Instruction) -> list[Op]:
         return function(lowering, instruction, match)
     found = find_rule(instruction.opcode)
     if found is not None:
-        return [_from_rule(lowering, instruction, *found)]
+        # Other numbers of operands may be another form.
+        with contextlib.suppress(Unsupported):
+            return [_from_rule(lowering, instruction, *found)]
     # Slower ones, which take whatever qualifiers there are.
     operation = instruction.opcode.partition(".")[0]
     return lower_conversion(lowering, instruction) if operation == "cvt" else lower_arithmetic(lowering, instruction)

@@ -20,8 +20,12 @@ _COMMENT = re.compile(r'"[^"\n]*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
 _BLANK = re.compile(r"\s+")
 # These end with their line.
 _LINE_DIRECTIVE = re.compile(r"\.(?:loc|file|version|target|address_size|section)\b")
-_LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)(?:\s+(\d+))?(?:.*?\binlined_at\s+(\d+)\s+(\d+)(?:\s+(\d+))?)?", re.ASCII)
-_FILE = re.compile(r'\.file\s+(\d+)\s+"([^"]*)"', re.ASCII)
+_LOC = re.compile(
+    r"\.loc\s+(\d{1,9})\s+(\d{1,9})\b(?:\s+(\d{1,9}))?"
+    r"(?:.*?\binlined_at\s+(\d{1,9})\s+(\d{1,9})\b(?:\s+(\d{1,9}))?)?",
+    re.ASCII,
+)
+_FILE = re.compile(r'\.file\s+(\d{1,9})\s+"([^"]*)"', re.ASCII)
 _TARGET = re.compile(r"\.target\s+(\w+)", re.ASCII)
 _INTEGER = re.compile(r"-?(?:0[xX][0-9a-fA-F]+|0[bB][01]+|0[0-7]*|[1-9]\d*)U?\Z", re.ASCII)
 _REAL = re.compile(r"-?\d+\.\d*(?:[eE][-+]?\d+)?\Z", re.ASCII)

@@ -142,6 +142,15 @@ double sticky(u64 magnitude) {
   return std::ldexp(static_cast<double>(kept), excess);
 }
 
+// A 64-bit magnitude as a double that is rounded another way than to the nearest.
+double directed(u64 magnitude, bool negative, Rounding rounding) {
+  const int excess = magnitude == 0 ? 0 : 11 - __builtin_clzll(magnitude);
+  const double sign = negative ? -1 : 1;
+  if (excess <= 0) return sign * static_cast<double>(magnitude);
+  const bool away = (magnitude & ((1ull << excess) - 1)) != 0 && rounding == (negative ? kDown : kUp);
+  return sign * std::ldexp(static_cast<double>((magnitude >> excess) + away), excess);
+}
+
 double value_of(Kind kind, u64 bits) {
   switch (kind) {
     case kF16: return half_value(static_cast<u16>(bits));
@@ -227,6 +236,11 @@ u64 converted(const Conversion& c, double x, double random) {
   return code;
 }
 
+u64 whole_to_double(const Conversion& c, u64 bits) {
+  const bool negative = c.from == kS64 && static_cast<i64>(bits) < 0;
+  return bits_as<u64>(directed(negative ? 0 - bits : bits, negative, c.rounding));
+}
+
 // What the random bits add for element `n` of `count`, counted from the upper half.
 double random_part(const Conversion& c, u32 bits, u32 n) {
   const u32 half = c.elements == 4 ? (n < 2 ? bits >> 16 : bits & 0xffff) : (n == 0 ? bits >> 16 : bits & 0xffff);
@@ -253,7 +267,9 @@ void cvt(Warp& w, const Ins& i, u32 mask) {
       const u64 bits = separate ? w.row(x[1 + n])[l] : read(w.row(x[1]), l, from_width) >> from_width * place;
       const u64 code = from_width == 4 ? bits & 15 : bits;
       const double random = c.rounding == kStochastic ? random_part(c, w.row(x[1 + sources])[l], n) : 0;
-      const u64 result = converted(c, value_of(c.from, code), random);
+      const u64 result = c.to == kF64 && (c.from == kU64 || c.from == kS64)
+                             ? whole_to_double(c, code)
+                             : converted(c, value_of(c.from, code), random);
       out |= c.elements == 1 ? result : (result & ((1ull << to_width) - 1)) << to_width * place;
     }
     u32* d = w.row(x[0]);
