@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
-from itertools import product
+from itertools import pairwise, product
 
 import exact
 import numpy as np
@@ -44,7 +44,7 @@ def interesting(fmt: Format) -> list[float]:
     """Around every value of a format: itself, the middle to the next, a little to both sides, and what is beyond."""
     values = sorted({exact.as_float(fmt.value(code)) for code in range(fmt.largest + 1)})
     out = [math.inf, math.nan, 0.0, 1e-40, 3e38, values[-1] * 1.06, values[-1] * 1.5, values[-1] * 4, values[1] / 4]
-    for low, high in zip(values, values[1:], strict=False):
+    for low, high in pairwise(values):
         middle = (low + high) / 2
         out += [low, middle, float(np.nextafter(np.float32(middle), np.float32(0))), middle * (1 + 2.0**-20)]
     return [sign * value for value in out for sign in (1, -1)]
