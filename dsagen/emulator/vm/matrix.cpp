@@ -4,7 +4,7 @@
 // r + 8 (z >> 1), column 2 c + (z & 1).
 #include "numerics.h"
 
-#ifdef __F16C__
+#if defined(__F16C__) || defined(__FMA__)
 #include <immintrin.h>
 #endif
 
@@ -188,6 +188,15 @@ inline void transpose(const float* from, u32 stride, Row8* to) {
   }
 }
 
+// sum + a * b. Products of all these types are exact in fp32, so that one rounding less changes nothing.
+inline Row8 add_product(Row8 sum, float a, Row8 b) {
+#ifdef __FMA__
+  return reinterpret_cast<Row8>(_mm256_fmadd_ps(_mm256_set1_ps(a), reinterpret_cast<__m256>(b), reinterpret_cast<__m256>(sum)));
+#else
+  return sum + a * b;
+#endif
+}
+
 // B as K rows of 8 columns, from registers that hold columns of 4 W dims.
 template <int K, int W>
 void load_b(Warp& w, const u16* x, Unpack unpack, Row8* b) {
@@ -224,16 +233,14 @@ void mma(Warp& w, const Ins& i, u32 mask) {
       const u32 *even = w.row(xc[2 * half]), *odd = w.row(xc[2 * half + 1]);
       for (int l = 0; l < kLanes; l++) sums[half][2 * l] = get<float>(even, l), sums[half][2 * l + 1] = get<float>(odd, l);
     }
-    // Four rows at once: one alone would wait for its own sums.
-    for (int m = 0; m < 8; m += 4) {
-      Row8 sum[4];
-      std::memcpy(sum, sums[half] + 8 * m, sizeof sum);
-      for (int k = 0; k < K; k++) {
-        const float* from = a[half + 2 * (k / (4 * W))] + k % (4 * W);
-        for (int n = 0; n < 4; n++) sum[n] += from[(m + n) * 4 * W] * b[k];
-      }
-      std::memcpy(sums[half] + 8 * m, sum, sizeof sum);
+    // All rows at once: one alone would wait for its own sums.
+    Row8 sum[8];
+    std::memcpy(sum, sums[half], sizeof sum);
+    for (int k = 0; k < K; k++) {
+      const float* from = a[half + 2 * (k / (4 * W))] + k % (4 * W);
+      for (int n = 0; n < 8; n++) sum[n] = add_product(sum[n], from[n * 4 * W], b[k]);
     }
+    std::memcpy(sums[half], sum, sizeof sum);
   }
   // A result may lie in the row of a source of the other half, so both are written at the end.
   for (int half = 0; half < 2; half++) {
