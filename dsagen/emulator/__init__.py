@@ -2,5 +2,6 @@
 
 from dsagen.emulator.launch import Counts, coverage, launch
 from dsagen.emulator.memory import Memory
+from dsagen.emulator.session import Lanes, Session
 
-__all__ = ["Counts", "Memory", "coverage", "launch"]
+__all__ = ["Counts", "Lanes", "Memory", "Session", "coverage", "launch"]

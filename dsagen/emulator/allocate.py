@@ -20,6 +20,7 @@ class Slots:
 
     of: dict[int, int]
     end: int
+    spans: dict[int, tuple[int, int]]  # first and last operation at which a register has its slot
 
 
 def allocate(ops: Sequence[Op], first: int) -> Slots:
@@ -30,7 +31,7 @@ def allocate(ops: Sequence[Op], first: int) -> Slots:
         places, many = _scan({number: span for number, span in intervals.items() if widths[number] == slots})
         of |= {number: first + slots * place for number, place in places.items()}
         first += slots * many
-    return Slots(of, first)
+    return Slots(of, first, intervals)
 
 
 def _scan(intervals: dict[int, tuple[int, int]]) -> tuple[dict[int, int], int]:

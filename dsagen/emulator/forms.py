@@ -79,6 +79,17 @@ def _cvta(lowering: Lowering, ins: Instruction, match: re.Match[str]) -> list[Op
     return [Op("mov_b64", args)]
 
 
+# What an access orders (vm::Semantics), by the word for it; volatile ones are relaxed.
+_SEMANTICS = {"relaxed": 1, "volatile": 1, "acquire": 2, "release": 3, "acq_rel": 4}
+
+
+def _order_flags(opcode: str, default: int) -> int:
+    """Semantics and scope of an access; `default` are those of one that names none. The device is the default scope."""
+    parts = opcode.split(".")
+    semantics = next((_SEMANTICS[part] for part in parts if part in _SEMANTICS), default)
+    return semantics << 13 | ("cta" not in parts) << 24
+
+
 def _memory_parts(opcode: str) -> tuple[str, int, str, int]:
     """Space, elements and type of ld.* or st.*, and how many operands there are: one more with a cache policy."""
     space, count, operands = "", 1, 2
@@ -119,7 +130,7 @@ def _ld(lowering: Lowering, ins: Instruction, match: re.Match[str]) -> list[Op]:
     if kind == "b128":
         # Two halves, and put together.
         halves = [lowering.temporary(64), lowering.temporary(64)]
-        flags = _memory_flags(space, "b64", 2, wide=wide, register_bits=64)
+        flags = _memory_flags(space, "b64", 2, wide=wide, register_bits=64) | _order_flags(ins.opcode, 0)
         whole = [lowering.destination(targets[0], 128), *(Arg("use", half) for half in halves)]
         load = Op("ld", [*(Arg("def", half) for half in halves), base], imm=offset, flags=flags)
         return [load, Op("pack", whole, imm=64, flags=2)]
@@ -129,7 +140,7 @@ def _ld(lowering: Lowering, ins: Instruction, match: re.Match[str]) -> list[Op]:
         raise Unsupported
     args = [lowering.destination(target, 64 if bits == 64 else 32) for target in targets]
     flags = _memory_flags(space, kind, count, wide=wide, register_bits=bits)
-    return [Op("ld", [*args, base], imm=offset, flags=flags)]
+    return [Op("ld", [*args, base], imm=offset, flags=flags | _order_flags(ins.opcode, 0))]
 
 
 def _ldu(lowering: Lowering, ins: Instruction, match: re.Match[str]) -> list[Op]:
@@ -143,12 +154,13 @@ def _st(lowering: Lowering, ins: Instruction, match: re.Match[str]) -> list[Op]:
     if len(values) != count or len(ins.operands) != operands:
         raise Unsupported
     args = [lowering.source(value, _BITS[kind]) for value in values]
+    order = _order_flags(ins.opcode, 0)
     if kind == "b128":
         halves = [lowering.temporary(64), lowering.temporary(64)]
-        flags = _memory_flags(space, "b64", 2, wide=wide)
+        flags = _memory_flags(space, "b64", 2, wide=wide) | order
         parts = Op("unpack", [*(Arg("def", half) for half in halves), args[0]], imm=64, flags=2)
         return [parts, Op("st", [base, *(Arg("use", half) for half in halves)], imm=offset, flags=flags)]
-    return [Op("st", [base, *args], imm=offset, flags=_memory_flags(space, kind, count, wide=wide))]
+    return [Op("st", [base, *args], imm=offset, flags=_memory_flags(space, kind, count, wide=wide) | order)]
 
 
 def _atom(lowering: Lowering, ins: Instruction, match: re.Match[str]) -> list[Op]:
@@ -172,6 +184,7 @@ def _atom(lowering: Lowering, ins: Instruction, match: re.Match[str]) -> list[Op
     # 128 bits count as two elements of 64.
     wholes = bits == 128
     flags = _memory_flags(space, "b64" if wholes else f"b{bits}", 2 if wholes else count, wide=wide)
+    flags |= _order_flags(ins.opcode, 1)
     return [Op("atom", args, imm=offset, flags=flags | wholes << 9 | _ATOMS.index(operation) << 16 | type_ << 20)]
 
 

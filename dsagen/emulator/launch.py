@@ -26,6 +26,8 @@ MOST_LOCAL_BYTES = 512 * KIB
 _GRID_LIMITS = (0x7FFF_FFFF, 0xFFFF, 0xFFFF)
 _BLOCK_LIMITS = (1024, 1024, 64)
 INSTRUCTION_LIMIT = 1 << 32
+# As enum Schedule of vm/machine.h has them.
+SCHEDULES = ("turns", "random", "priorities")
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,21 @@ class Counts:
     copied_bytes: int
 
 
+class Prepared:
+    """A launch that is ready to run: what the machine is given, and everything that has to stay alive meanwhile."""
+
+    def __init__(self, program: Program, block: LaunchBlock, keep: list[object], how: str) -> None:
+        self.program = program
+        self.block = block
+        self._keep = keep
+        self._how = how
+
+    def error(self) -> EmulatorError:
+        """What the machine said, with all that it takes to have it said again."""
+        message = _located(self.program, self.block.message.decode(errors="replace"))
+        return EmulatorError(f"{self.program.entry}: {message}\n  ({self._how})")
+
+
 def launch(
     ptx: str,
     entry: str,
@@ -50,6 +67,8 @@ def launch(
     memory: Memory,
     *,
     seed: int = 0,
+    schedule: str | None = None,
+    resident: int = 1,
     os_threads: int = 1,
     races: bool = True,
     instruction_limit: int = INSTRUCTION_LIMIT,
@@ -58,17 +77,50 @@ def launch(
     """Run kernel `entry` of a PTX text on `grid` CTAs of `block` threads, with `smem_bytes` of dynamic shared memory.
 
     `params` is the argument block, little-endian, as the kernel's parameters are laid out; pointers are addresses that
-    `memory.add` returned. Seed 0 runs warps in turn and lands asynchronous copies as late as it may; any other seed
-    draws both, and repeats exactly. `races` looks for accesses of shared memory that nothing orders; a launch is faster
-    without. `instruction_limit` is per CTA. EmulatorError for PTX that does not parse, a launch that does not fit the
-    kernel, and whatever a kernel must not do: the message names the kernel, the PTX and CUDA line, the thread, and for
-    a deadlock who waits where.
+    `memory.add` returned. `schedule` is `turns`, in which warps run in turn and asynchronous copies land as late as they
+    may, `random`, or `priorities`, in which the warp of the highest priority runs until it waits; the last two draw from
+    the seed, and repeat exactly. By default seed 0 takes turns and any other is random. `resident` CTAs run by turns on
+    the OS thread, which kernels need whose CTAs wait for each other; it is 1 where there are several `os_threads`.
+    `races` looks for accesses that nothing orders; a launch is faster without. `instruction_limit` is per CTA.
+
+    EmulatorError for PTX that does not parse, a launch that does not fit the kernel, and whatever a kernel must not do:
+    the message names the kernel, the PTX and CUDA line, the thread, and for a deadlock who waits where.
     """
     library = load_library(library_folder)
+    ready = prepare(
+        ptx, entry, grid, block, params, smem_bytes, memory,
+        seed=seed, schedule=schedule, resident=resident, os_threads=os_threads, races=races,
+        instruction_limit=instruction_limit, library_folder=library_folder,
+    )  # fmt: skip
+    if library.handle.vm_run(ctypes.byref(ready.block)):
+        raise ready.error()
+    return Counts(*ready.block.counters)
+
+
+def prepare(
+    ptx: str,
+    entry: str,
+    grid: int | Sequence[int],
+    block: int | Sequence[int],
+    params: bytes,
+    smem_bytes: int,
+    memory: Memory,
+    *,
+    seed: int = 0,
+    schedule: str | None = None,
+    resident: int = 1,
+    os_threads: int = 1,
+    races: bool = True,
+    instruction_limit: int = INSTRUCTION_LIMIT,
+    library_folder: Path | None = None,
+) -> Prepared:
+    """A launch with the arguments of `launch`, checked, but not run."""
     program = _program(ptx, entry, library_folder)
     extents, threads = _extents("grid", grid, _GRID_LIMITS), _extents("block", block, _BLOCK_LIMITS)
     _require_fit(program, extents, threads, params, smem_bytes)
-    _require_options(seed, os_threads, instruction_limit)
+    chosen = _schedule(schedule, seed, resident, os_threads)
+    if not 1 <= instruction_limit < 1 << 64:
+        raise EmulatorError(f"instruction_limit {instruction_limit}: at least 1 and below 2^64")
     rows, kept = _regions(program, memory)
     texts = (ctypes.c_char_p * len(program.unknown))(*(text.encode() for text in program.unknown))
     buffers = [
@@ -98,15 +150,27 @@ def launch(
         block=threads,
         os_threads=os_threads,
         races=races,
+        schedule=SCHEDULES.index(chosen),
+        resident=resident,
         seed=seed,
         instruction_limit=instruction_limit,
     )
-    failed = library.handle.vm_run(ctypes.byref(run))
-    del kept
-    if failed:
-        message = _located(program, run.message.decode(errors="replace"))
-        raise EmulatorError(f"{entry}: {message}\n  (seed {seed})")
-    return Counts(*run.counters)
+    keep = [memory, program, rows, kept, texts, *buffers]
+    return Prepared(program, run, keep, f"seed {seed}, schedule {chosen}, {resident} resident")
+
+
+def _schedule(schedule: str | None, seed: int, resident: int, os_threads: int) -> str:
+    if schedule is None:
+        schedule = "random" if seed else "turns"
+    if schedule not in SCHEDULES:
+        raise EmulatorError(f"schedule {schedule!r}: there are {', '.join(SCHEDULES)}")
+    if seed < 0 or seed >> 64:
+        raise EmulatorError(f"seed {seed}: a seed has 64 bits and no sign")
+    if resident < 1 or os_threads < 1:
+        raise EmulatorError(f"resident {resident} and os_threads {os_threads}: at least 1 each")
+    if resident > 1 and os_threads > 1:
+        raise EmulatorError(f"resident {resident} CTAs take turns on one OS thread; os_threads is {os_threads}")
+    return schedule
 
 
 def coverage(ptx: str) -> dict[str, int]:
@@ -194,16 +258,6 @@ def _require_memory(program: Program, smem_bytes: int) -> None:
         )
 
 
-def _require_options(seed: int, os_threads: int, instruction_limit: int) -> None:
-    for name, value, low, high in (
-        ("seed", seed, 0, (1 << 64) - 1),
-        ("os_threads", os_threads, 1, 1024),
-        ("instruction_limit", instruction_limit, 1, (1 << 64) - 1),
-    ):
-        if not low <= value <= high:
-            raise EmulatorError(f"{name} {value}: expected {low} to {high}")
-
-
 def _located(program: Program, message: str) -> str:
     """The message, and for each place that it names in what it was inlined."""
     lines = dict.fromkeys(int(line) for line in re.findall(r"PTX line (\d+), CUDA line \d+", message))
@@ -217,12 +271,12 @@ def _regions(program: Program, memory: Memory) -> tuple[ctypes.Array[RegionRow],
     kept: list[object] = []
     for b in memory.buffers:
         end = b.address + b.size_bytes
-        rows.append(RegionRow(b.address, end, b.host, b.writable, b.after_wait, b.name.encode()))
+        rows.append(RegionRow(b.address, end, b.host, b.writable, b.after_wait, b.valid_host, b.name.encode()))
     for variable in program.variables:
         data = ctypes.create_string_buffer(variable.initial, max(len(variable.initial), 1))
         kept.append(data)
         end = variable.address + len(variable.initial)
         host = ctypes.addressof(data)
-        rows.append(RegionRow(variable.address, end, host, variable.writable, 0, variable.name.encode()))
+        rows.append(RegionRow(variable.address, end, host, variable.writable, 0, None, variable.name.encode()))
     rows.sort(key=lambda row: int(row.begin))
     return (RegionRow * len(rows))(*rows), kept

@@ -51,6 +51,8 @@ class LaunchBlock(ctypes.Structure):
         ("block", ctypes.c_uint32 * 3),
         ("os_threads", ctypes.c_uint32),
         ("races", ctypes.c_uint32),
+        ("schedule", ctypes.c_uint32),
+        ("resident", ctypes.c_uint32),
         ("seed", ctypes.c_uint64),
         ("instruction_limit", ctypes.c_uint64),
         ("counters", ctypes.c_uint64 * 4),
@@ -67,6 +69,7 @@ class RegionRow(ctypes.Structure):
         ("host", ctypes.c_void_p),
         ("writable", ctypes.c_uint32),
         ("after_wait", ctypes.c_uint32),
+        ("valid", ctypes.c_void_p),
         ("name", ctypes.c_char_p),
     )
 
@@ -91,6 +94,12 @@ def load_library(folder: Path | None = None) -> Library:
     handle = ctypes.CDLL(str(path))
     handle.vm_instruction_name.restype = ctypes.c_char_p
     handle.vm_run.argtypes = (ctypes.POINTER(LaunchBlock),)
+    handle.vm_open.argtypes, handle.vm_open.restype = (ctypes.POINTER(LaunchBlock),), ctypes.c_void_p
+    for name, words in (("close", 0), ("turn", 0), ("step", 2), ("land", 1), ("is_resident", 1), ("predicate", 3)):
+        getattr(handle, f"vm_{name}").argtypes = (ctypes.c_void_p, *(ctypes.c_uint32,) * words)
+    handle.vm_predicate.restype = ctypes.c_uint32
+    for name, words in (("lanes", 2), ("slot", 3), ("shared", 1)):
+        getattr(handle, f"vm_{name}").argtypes = (ctypes.c_void_p, *(ctypes.c_uint32,) * words, ctypes.c_void_p)
     if handle.vm_launch_bytes() != ctypes.sizeof(LaunchBlock):
         raise EmulatorError("vm::Launch and LaunchBlock differ in size: both must have the same fields")
     handle.vm_address.restype = ctypes.c_uint64

@@ -37,6 +37,16 @@ class ModuleVariable:
 
 
 @dataclass(frozen=True)
+class RegisterPlace:
+    """Where a register is from operation `first` to `last`: its slot, or for a predicate (`bits` 0) its number."""
+
+    slot: int
+    bits: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
 class Program:
     """Code and operand list of one kernel, and what a launch has to provide."""
 
@@ -53,6 +63,7 @@ class Program:
     static_shared_bytes: int
     local_bytes: int
     variables: tuple[ModuleVariable, ...]
+    registers: Mapping[str, Sequence[RegisterPlace]]
     target: str
     # PTX line -> where its CUDA line lies and was inlined, where that is not the kernel's own text.
     places: dict[int, str]
@@ -104,6 +115,7 @@ def assemble(module: Module, entry: str, numbers: Mapping[str, int]) -> Program:
         layout.shared_bytes,
         layout.local_bytes,
         layout.variables,
+        _register_places(ops, slots, predicates),
         module.target,
         _places(graph),
     )
@@ -224,6 +236,21 @@ def _predicates(ops: Sequence[Op]) -> dict[int, int]:
             if isinstance(reg, Reg) and reg.bits == 0:
                 of.setdefault(reg.number, len(of) + _FIRST_PREDICATE)
     return of
+
+
+def _register_places(ops: Sequence[Op], slots: Slots, predicates: Mapping[int, int]) -> dict[str, list[RegisterPlace]]:
+    """Places of all registers by name; names in braces may be those of several."""
+    out: dict[str, list[RegisterPlace]] = {}
+    seen: set[int] = set()
+    for op in ops:
+        for reg in (*(arg.what for arg in op.args), op.guard):
+            if not isinstance(reg, Reg) or reg.number in seen:
+                continue
+            seen.add(reg.number)
+            first, last = slots.spans.get(reg.number, (-1, len(ops)))
+            slot = predicates[reg.number] if reg.bits == 0 else slots.of[reg.number]
+            out.setdefault(reg.name, []).append(RegisterPlace(slot, reg.bits, first, last))
+    return out
 
 
 def _encode(arg: Arg, slots: Slots, constants: _Constants, predicates: Mapping[int, int]) -> int:

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from dsagen.emulator.library import Library
-from dsagen.emulator.program import ModuleVariable, Program
+from dsagen.emulator.program import ModuleVariable, Program, RegisterPlace
 
 # A shorter text is read as fast as a file.
 SHORTEST_TEXT = 16384
@@ -89,6 +89,10 @@ def _packed(program: Program) -> bytes:
     header = plain | {
         "target": program.target,
         "places": list(program.places.items()),
+        "registers": {
+            name: [(place.slot, place.bits, place.first, place.last) for place in places]
+            for name, places in program.registers.items()
+        },
         "variables": [(v.name, v.address, v.writable) for v in program.variables],
         "sizes": [len(block) for block in blocks],
     }
@@ -109,6 +113,9 @@ def _unpacked(payload: bytes) -> Program:
     )
     header["unknown"] = tuple(header["unknown"])
     header["places"] = dict(header["places"])
+    header["registers"] = {
+        name: [RegisterPlace(*place) for place in places] for name, places in header["registers"].items()
+    }
     return Program(
         code=code, preloads=preloads, args=array("H", args), ptx_lines=array("I", ptx_lines),
         cuda_lines=array("I", cuda_lines), variables=variables, **header,

@@ -154,6 +154,7 @@ _WARP = (
     _rule(r"movmatrix\.sync\.aligned\.m8n8\.trans\.b16", "movmatrix", "d32 s32"),
 )
 
+_SCOPE = r"(?:cta|cluster)"
 _SHARED = r"(?:\.shared(?:::cta)?)"
 _ASYNC = (
     _rule(r"cp\.async\.commit_group", "copy_async_commit", ""),
@@ -164,13 +165,33 @@ _ASYNC = (
     _rule(r"cp\.async\.bulk\.shared::(?:cta|cluster)\.global\.mbarrier::complete_tx::bytes", "copy_bulk", "A G s32 A"),
     _rule(rf"mbarrier\.init{_SHARED}\.b64", "mbarrier_init", "A s32"),
     _rule(rf"mbarrier\.inval{_SHARED}\.b64", "mbarrier_inval", "A"),
-    _rule(rf"mbarrier\.arrive(?:\.release\.cta)?{_SHARED}\.b64", "mbarrier_arrive", "d64 A s32=1"),
-    _rule(rf"mbarrier\.arrive\.expect_tx(?:\.release\.cta)?{_SHARED}\.b64", "mbarrier_arrive_expect", "d64 A s32"),
+    *(
+        row
+        for order, relaxed in ((rf"(?:\.release\.{_SCOPE})?", 0), (rf"\.relaxed\.{_SCOPE}", 1))
+        for row in (
+            _rule(rf"mbarrier\.arrive{order}{_SHARED}\.b64", "mbarrier_arrive", "d64 A s32=1", 0, relaxed),
+            _rule(
+                rf"mbarrier\.arrive\.expect_tx{order}{_SHARED}\.b64", "mbarrier_arrive_expect", "d64 A s32", 0, relaxed
+            ),
+        )
+    ),
     _rule(rf"mbarrier\.expect_tx(?:\.relaxed\.cta)?{_SHARED}\.b64", "mbarrier_expect", "A s32", 1),
     _rule(rf"mbarrier\.complete_tx(?:\.relaxed\.cta)?{_SHARED}\.b64", "mbarrier_expect", "A s32", -1),
-    _rule(rf"mbarrier\.(?:try|test)_wait\.parity(?:\.acquire\.cta)?{_SHARED}\.b64", "mbarrier_wait", "p A s32 -?"),
-    _rule(rf"mbarrier\.(?:try|test)_wait(?:\.acquire\.cta)?{_SHARED}\.b64", "mbarrier_wait", "p A s64 -?", 1),
-    _rule(r"fence\.[\w.:]+|membar\.\w+", "nothing", ""),
+    *(
+        row
+        for order, relaxed in ((rf"(?:\.acquire\.{_SCOPE})?", 0), (rf"\.relaxed\.{_SCOPE}", 1))
+        for row in (
+            _rule(
+                rf"mbarrier\.(?:try|test)_wait\.parity{order}{_SHARED}\.b64", "mbarrier_wait", "p A s32 -?", 0, relaxed
+            ),
+            _rule(rf"mbarrier\.(?:try|test)_wait{order}{_SHARED}\.b64", "mbarrier_wait", "p A s64 -?", 1, relaxed),
+        )
+    ),
+    _rule(r"fence\.proxy\.async[\w.:]*", "fence_proxy", ""),
+    _rule(r"fence\.mbarrier_init\.release\.cluster", "fence_mbarrier_init", ""),
+    _rule(r"fence\.proxy\.[\w.:]+", "nothing", ""),
+    _rule(r"(?:fence(?:\.(?:sc|acq_rel))?|membar)\.cta", "fence", "", 0),
+    _rule(r"(?:fence(?:\.(?:sc|acq_rel))?|membar)\.(?:cluster|gpu|gl|sys)", "fence", "", 1),
     _rule(r"griddepcontrol\.launch_dependents", "nothing", ""),
     _rule(r"griddepcontrol\.wait", "grid_wait", ""),
     _rule(r"setmaxnreg\.(?:inc|dec)\.sync\.aligned\.u32", "aligned_nothing", "-"),

@@ -192,9 +192,9 @@ def test_mutated_text_gives_errors_and_no_crash(seed: int) -> None:
     ({"params": [64]}, "arguments are list, expected bytes"),
     ({"smem": 300000}, "0 bytes of static and 300000 of dynamic shared memory; a block of sm_90a has 232448"),
     ({"entry": "other"}, "there is no kernel 'other' in the PTX; it has k"),
-    ({"seed": -1}, "seed -1: expected 0 to"),
-    ({"os_threads": 0}, "os_threads 0: expected 1 to"),
-    ({"instruction_limit": 0}, "instruction_limit 0: expected 1"),
+    ({"seed": -1}, "seed -1: a seed has 64 bits and no sign"),
+    ({"os_threads": 0}, "os_threads 0: at least 1 each"),
+    ({"instruction_limit": 0}, "instruction_limit 0: at least 1"),
     ({}, "write of 4 bytes at global address 0x40: no buffer is registered"),
 ])  # fmt: skip
 def test_launches_that_do_not_fit(change: dict[str, object], said: str) -> None:

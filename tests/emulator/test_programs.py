@@ -52,7 +52,8 @@ def test_every_instruction_is_there(arch: str) -> None:
 
 def call(kernel: str, arch: str, n: int) -> list[int]:
     memory, out = Memory(), np.arange(32, dtype=np.int32)
-    launch(program("calls", arch), kernel, 1, 32, struct.pack("<QI", memory.add("out", out), n), 0, memory)
+    params = struct.pack("<QI", memory.add("out", out), n)
+    launch(program("calls", arch), kernel, 1, 32, params, 0, memory, races=False)
     return out.tolist()
 
 

@@ -115,15 +115,20 @@ void update_lane(Warp& w, const Atomic& a, const u16* x, u32 n, int l, u8* at, b
 void atom(Warp& w, const Ins& i, u32 mask) {
   VM_OPERANDS;
   const Atomic a(i.flags);
-  w.cta->progress++;
+  const u32 bytes = a.bytes * a.count;
+  const u64 first = address_of(w, i, x[1], __builtin_ctz(mask));
+  bool changes = false;
   for (u32 m = mask; m != 0; m &= m - 1) {
     const int l = __builtin_ctz(m);
     const u64 address = address_of(w, i, x[1], l);
-    access(w, a.space, address, a.bytes * a.count, false, l, true);
-    u8* at = access(w, a.space, address, a.bytes * a.count, true, l, true);
+    u8* at = atomic_access(w, i, address, bytes, l);
     const bool shared = a.space == kShared || (a.space == kGeneric && (address & ~(kWindowBytes - 1)) == kSharedWindow);
+    u8 before[32];
+    std::memcpy(before, at, bytes);
     for (u32 n = 0; n < a.count; n++) update_lane(w, a, x, n, l, at + n * a.bytes, !shared);
+    changes |= std::memcmp(before, at, bytes) != 0;
   }
+  end_atomic(w, mask, first, changes);
 }
 
 const Register registers[] = {{"atom", atom}};

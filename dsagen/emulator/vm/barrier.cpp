@@ -13,7 +13,7 @@ u32 live_threads(const Cta& cta) {
 }
 
 void release(Cta& cta, int id) {
-  const NamedBarrier done = cta.barriers[id];
+  const NamedBarrier done = std::move(cta.barriers[id]);
   const auto mode = static_cast<Mode>(done.mode);
   cta.barriers[id] = NamedBarrier();
   cta.progress++;
@@ -26,7 +26,7 @@ void release(Cta& cta, int id) {
         continue;
       }
       warp.runnable |= stand.mask;
-      if (cta.races.on) cta.races.acquire(warp.index, done.clock);
+      if (cta.order.on) cta.order.acquire(warp, stand.mask, done.clock);
       if (mode == kRedPopc)
         each_lane(stand.mask, [&](int l) { warp.row(stand.result)[l] = done.count; });
       else if (mode != kSync)
@@ -64,7 +64,7 @@ void bar(Warp& w, const Ins& i, u32 mask) {
     barrier.all &= votes == mask;
     barrier.count += static_cast<u32>(__builtin_popcount(votes));
   }
-  if (cta.races.on) cta.races.release(w.index, barrier.clock);
+  if (cta.order.on) cta.order.release(w, mask, barrier.clock);
   cta.progress++;
   if (mode != kArrive) {
     w.set_pc(w.group, w.now + 1);

@@ -34,20 +34,6 @@ std::string nearest(Cta& cta, u64 address) {
   return print("%llu bytes past the end of buffer %s", static_cast<unsigned long long>(distance), best->name);
 }
 
-u8* global_bytes(Cta& cta, u64 address, u32 bytes, bool write, bool waited) {
-  const auto shown = static_cast<unsigned long long>(address);
-  const Region* region = find_region(cta, address);
-  if (region == nullptr)
-    fail("%s of %u bytes at global address %#llx: %s", write ? "write" : "read", bytes, shown, nearest(cta, address).c_str());
-  if (address + bytes > region->end)
-    fail("%s of %u bytes at global address %#llx runs past the end of buffer %s", write ? "write" : "read", bytes, shown,
-         region->name);
-  if (write && !region->writable) fail("write of %u bytes at %#llx into the read-only buffer %s", bytes, shown, region->name);
-  if (region->after_wait && !waited)
-    fail("%s of buffer %s, which the grid before writes, ahead of griddepcontrol.wait", write ? "write" : "read", region->name);
-  return region->host + (address - region->begin);
-}
-
 // Whether all bytes have been written.
 bool all_valid(const u8* valid, u32 bytes) {
   constexpr u64 kOnes = 0x0101010101010101ull;
@@ -69,15 +55,72 @@ void set_valid(u8* valid, u32 bytes) {
   }
 }
 
+u8* global_bytes(Cta& cta, u64 address, u32 bytes, bool write, bool waited, const Region** in = nullptr) {
+  const auto shown = static_cast<unsigned long long>(address);
+  const Region* region = find_region(cta, address);
+  if (region == nullptr)
+    fail("%s of %u bytes at global address %#llx: %s", write ? "write" : "read", bytes, shown, nearest(cta, address).c_str());
+  if (address + bytes > region->end)
+    fail("%s of %u bytes at global address %#llx runs past the end of buffer %s", write ? "write" : "read", bytes, shown,
+         region->name);
+  if (write && !region->writable) fail("write of %u bytes at %#llx into the read-only buffer %s", bytes, shown, region->name);
+  if (region->after_wait && !waited)
+    fail("%s of buffer %s, which the grid before writes, ahead of griddepcontrol.wait", write ? "write" : "read", region->name);
+  if (in != nullptr) *in = region;
+  u8* valid = region->valid;
+  if (valid != nullptr) {
+    valid += address - region->begin;
+    if (write)
+      set_valid(valid, bytes);
+    else if (!all_valid(valid, bytes))
+      fail("read of %u bytes of buffer %s at byte %llu, which nobody has written", bytes, region->name,
+           static_cast<unsigned long long>(address - region->begin));
+  }
+  return region->host + (address - region->begin);
+}
+
 struct LoadFormat {
   u32 bytes, count;
   bool is_signed;
   u32 total() const { return bytes * count; }
 };
 // flags: bits 0-2 space, 3-4 log2 of an element's bytes, 5-8 elements, 9 signed, 10 address is 64 bits wide,
-// 11-12 log2 of the destination register's bytes.
+// 11-12 log2 of the destination register's bytes, 13-15 what it orders (Semantics), 24-25 its scope (0 CTA, 1 wider).
 LoadFormat format_of(u32 flags) { return {1u << (flags >> 3 & 3), flags >> 5 & 15, (flags >> 9 & 1) != 0}; }
 Space space_of(u32 flags) { return static_cast<Space>(flags & 7); }
+Semantics semantics_of(u32 flags) { return static_cast<Semantics>(flags >> 13 & 7); }
+u32 scope_of(u32 flags) { return flags >> 24 & 3; }
+// Loads and stores that are weak are not strong.
+u32 strength_of(u32 flags) {
+  if (semantics_of(flags) == Semantics::kWeak) return 0;
+  return scope_of(flags) == 0 ? u32{kStrong} | kCtaScope : u32{kStrong};
+}
+Touch touch_of(bool write, u32 strong) { return strong != 0 ? Touch::kStrong : write ? Touch::kWrite : Touch::kRead; }
+
+// Where a strong access synchronises: whether in global memory, and the address in the space that it lies in.
+bool is_global(u32 flags, u64& address) {
+  const Space space = space_of(flags);
+  if (space == kShared || space == kLocal) return false;
+  if (space == kGeneric && (address & ~(kWindowBytes - 1)) == kSharedWindow) {
+    address -= kSharedWindow;
+    return false;
+  }
+  return true;
+}
+
+void find(Warp& w, const Ins& i, int lane, u64 address) {
+  Order& order = w.cta->order;
+  if (!order.on || !order.synchronises()) return;
+  const bool global = is_global(i.flags, address);
+  order.find(w, static_cast<u32>(lane), global, address, semantics_of(i.flags), scope_of(i.flags));
+}
+
+void leave(Warp& w, const Ins& i, int lane, u64 address, bool replaces) {
+  Order& order = w.cta->order;
+  if (!order.on || !order.synchronises()) return;
+  const bool global = is_global(i.flags, address);
+  order.leave(w, static_cast<u32>(lane), global, address, semantics_of(i.flags), scope_of(i.flags), replaces);
+}
 
 u64 load_bits(const u8* from, const LoadFormat& format) {
   u64 bits = 0;
@@ -99,21 +142,27 @@ void ld(Warp& w, const Ins& i, u32 mask) {
   VM_OPERANDS;
   const LoadFormat format = format_of(i.flags);
   const Space space = space_of(i.flags);
+  const u32 strong = strength_of(i.flags);
   // Words into 32-bit registers, by far the most frequent.
-  if ((i.flags >> 3 & 3) == 2 && (i.flags >> 11 & 3) == 2) {
+  if (strong == 0 && (i.flags >> 3 & 3) == 2 && (i.flags >> 11 & 3) == 2) {
     for (u32 m = mask; m != 0; m &= m - 1) {
       const int l = __builtin_ctz(m);
-      const u8* from = access(w, space, address_of(w, i, x[format.count], l), format.total(), false, l);
+      const u8* from = access(w, space, address_of(w, i, x[format.count], l), format.total(), false, l, strong);
       for (u32 n = 0; n < format.count; n++) std::memcpy(w.row(x[n]) + l, from + 4 * n, 4);
     }
     return;
   }
+  // A destination may be the register of the address.
+  const u64 address = address_of(w, i, x[format.count], __builtin_ctz(mask));
   for (u32 m = mask; m != 0; m &= m - 1) {
     const int l = __builtin_ctz(m);
-    const u8* from = access(w, space, address_of(w, i, x[format.count], l), format.total(), false, l);
+    const u64 from_address = address_of(w, i, x[format.count], l);
+    const u8* from = access(w, space, from_address, format.total(), false, l, strong);
+    if (strong != 0) find(w, i, l, from_address);
     for (u32 n = 0; n < format.count; n++)
       store_register(w.row(x[n]), l, load_bits(from + n * format.bytes, format), i.flags >> 11 & 3);
   }
+  if (strong != 0) poll(w, mask, address);
 }
 
 // The address, then the sources.
@@ -121,16 +170,29 @@ void st(Warp& w, const Ins& i, u32 mask) {
   VM_OPERANDS;
   const LoadFormat format = format_of(i.flags);
   const Space space = space_of(i.flags);
+  const u32 strong = strength_of(i.flags);
+  Order& order = w.cta->order;
   w.cta->progress++;
+  w.store++;
   for (u32 m = mask; m != 0; m &= m - 1) {
     const int l = __builtin_ctz(m);
-    u8* to = access(w, space, address_of(w, i, x[0], l), format.total(), true, l);
+    order.met = false;
+    u8* to = access(w, space, address_of(w, i, x[0], l), format.total(), true, l, strong);
+    if (strong != 0) leave(w, i, l, address_of(w, i, x[0], l), true);
     for (u32 n = 0; n < format.count; n++) {
       const u32* row = w.row(x[1 + n]);
       const u64 bits = format.bytes == 8 ? get<u64>(row, l) : row[l];
+      if (order.met && std::memcmp(to + n * format.bytes, &bits, format.bytes) != 0)
+        fail("race: lanes of one store write different values to one address");
       std::memcpy(to + n * format.bytes, &bits, format.bytes);
     }
   }
+}
+
+void require_writable(Warp& w, Space space, u64 address) {
+  if (space == kShared || space == kLocal) return;
+  const Region* region = find_region(*w.cta, address);
+  if (region != nullptr && !region->writable) fail("atomic access of the read-only buffer %s", region->name);
 }
 
 // Between the generic space and the shared window; the other windows need no change. imm 1: to shared.
@@ -163,6 +225,27 @@ const Register registers[] = {{"ld", ld},
 
 }  // namespace
 
+u8* atomic_access(Warp& w, const Ins& i, u64 address, u32 bytes, int lane) {
+  u8* at = access(w, space_of(i.flags), address, bytes, false, lane, strength_of(i.flags));
+  require_writable(w, space_of(i.flags), address);
+  find(w, i, lane, address);
+  leave(w, i, lane, address, false);
+  return at;
+}
+
+void end_atomic(Warp& w, u32 mask, u64 address, bool changes) {
+  if (changes) w.cta->progress++;
+  if (!changes || w.cta->launch->resident > 1) poll(w, mask, address);
+}
+
+std::string name_address(const Cta& cta, u64 address) {
+  for (const Region& region : *cta.regions)
+    if (address >= region.begin && address < region.end)
+      return print("byte %llu of buffer %s", static_cast<unsigned long long>(address - region.begin), region.name);
+  const u64 shared = address >= kSharedWindow ? address - kSharedWindow : address;
+  return print("shared byte %lld", static_cast<long long>(shared) - kSharedReserve);
+}
+
 u64 address_of(Warp& w, const Ins& i, u16 operand, int lane) {
   const u32* row = w.row(operand);
   const u64 base = i.flags >> 10 & 1 ? get<u64>(row, lane) : row[lane];
@@ -180,7 +263,7 @@ const u8* global_source(Cta& cta, u64 address, u32 bytes, bool waited) {
   return global_bytes(cta, address, bytes, false, waited);
 }
 
-u8* access(Warp& w, Space space, u64 address, u32 bytes, bool write, int lane, bool atomic) {
+u8* access(Warp& w, Space space, u64 address, u32 bytes, bool write, int lane, u32 strong) {
   Cta& cta = *w.cta;
   cta.fault_lane = static_cast<u32>(lane);
   if (space == kGeneric) {
@@ -203,7 +286,8 @@ u8* access(Warp& w, Space space, u64 address, u32 bytes, bool write, int lane, b
       fail("read of %u bytes at shared byte %lld, not written before (or an asynchronous copy has not been waited for)", bytes,
            static_cast<long long>(at - cta.shared.data()));
     }
-    if (cta.races.on && !atomic) cta.races.access(cta, w, static_cast<u32>(at - cta.shared.data()), bytes, write);
+    if (cta.order.on)
+      cta.order.shared(w, static_cast<u32>(lane), static_cast<u32>(at - cta.shared.data()), bytes, touch_of(write, strong), strong);
     return at;
   }
   if (space == kLocal) {
@@ -217,7 +301,13 @@ u8* access(Warp& w, Space space, u64 address, u32 bytes, bool write, int lane, b
     if (offset > size || size - offset < bytes) fail("parameter byte %lld: there are %llu", static_cast<long long>(offset), static_cast<unsigned long long>(size));
     return const_cast<u8*>(cta.launch->params) + offset;
   }
-  return global_bytes(cta, address, bytes, write, w.grid_waited >> lane & 1);
+  const Region* region = nullptr;
+  u8* at = global_bytes(cta, address, bytes, write, w.grid_waited >> lane & 1, &region);
+  // Nobody writes to read-only buffers.
+  if (cta.order.on && region->writable)
+    cta.order.global(w, static_cast<u32>(lane), static_cast<u32>(region - cta.regions->data()), address - region->begin, bytes,
+                     touch_of(write, strong), strong);
+  return at;
 }
 
 }  // namespace vm

@@ -34,6 +34,14 @@ void yield_lanes(Warp& w, u32 mask) {
   w.stop = true;
 }
 
+void poll(Warp& w, u32 mask, u64 address) {
+  w.polling = mask;
+  w.poll_pc = w.now;
+  w.poll_address = address;
+  w.polls_memory = true;
+  yield_lanes(w, mask);
+}
+
 namespace {
 
 // An instruction of the lanes that its member mask, operand MEMBERS, names. Lanes of the group may name different sets:
@@ -118,7 +126,9 @@ void elect(Warp& w, const Ins& i, u32 mask) {
   w.set_predicate(x[1], mask, 1u << leader);
 }
 
-void bar_warp_sync(Warp&, const Ins&, u32) {}
+void bar_warp_sync(Warp& w, const Ins&, u32 mask) {
+  if (w.cta->order.on) w.cta->order.meet(w, mask);
+}
 
 // d, a, member mask: the lanes whose a equals this lane's.
 template <class T>
@@ -225,11 +235,7 @@ void nothing(Warp&, const Ins&, u32) {}
 // All lanes of the warp have to be here.
 void aligned_nothing(Warp& w, const Ins&, u32 mask) { gather(w, mask, w.born); }
 
-// What it waits for may come from another CTA, so it never counts as a deadlock.
-void pause(Warp& w, const Ins&, u32 mask) {
-  w.cta->progress++;
-  yield_lanes(w, mask);
-}
+void pause(Warp& w, const Ins&, u32 mask) { yield_lanes(w, mask); }
 
 void grid_wait(Warp& w, const Ins&, u32 mask) { w.grid_waited |= mask; }
 
