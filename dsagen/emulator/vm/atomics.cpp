@@ -10,8 +10,8 @@ namespace {
 enum Operation { kAdd, kMin, kMax, kAnd, kOr, kXor, kExch, kCas, kInc, kDec };
 enum Type { kUnsigned, kSigned, kFloat, kDouble, kHalf, kBrain, kHalfPair, kBrainPair };
 
-// flags: bits 0-2 space, 3-4 log2 of an element's bytes, 5-8 elements, 9 they are one of 128 bits, 10 address is 64 bits
-// wide, 16-19 operation, 20-23 type.
+// flags: bits 0-2 space, 3-4 log2 of an element's bytes, 5-8 elements, 9 they are one of 128 bits, 10 address is 64
+// bits wide, 16-19 operation, 20-23 type.
 struct Atomic {
   Space space;
   u32 bytes, count;
@@ -28,14 +28,15 @@ u16 extreme_half(bool is_min, bool brain, u16 a, u16 b) {
   const u16 infinity = brain ? 0x7f80 : 0x7c00;
   if ((a & 0x7fff) > infinity) return (b & 0x7fff) > infinity ? 0x7fff : b;
   if ((b & 0x7fff) > infinity) return a;
-  const auto order = [](u16 bits) { return bits & 0x8000 ? -static_cast<int>(bits & 0x7fff) - 1 : static_cast<int>(bits); };
+  const auto order = [](u16 bits) {
+    return bits & 0x8000 ? -static_cast<int>(bits & 0x7fff) - 1 : static_cast<int>(bits);
+  };
   return (order(a) < order(b)) == is_min ? a : b;
 }
 
 u16 combine_half(const Atomic& a, bool brain, u16 old, u16 b) {
   if (a.operation != kAdd) return extreme_half(a.operation == kMin, brain, old, b);
-  return brain ? static_cast<u16>(encode(kFormats[kBF16], static_cast<double>(bf16_value(old)) + bf16_value(b), kNearestEven, false, false))
-               : half_bits(half_value(old) + half_value(b));
+  return brain ? bf16_bits(bf16_value(old) + bf16_value(b)) : half_bits(half_value(old) + half_value(b));
 }
 
 // `flushes`: fp32 sums in global memory lose subnormals.
@@ -46,12 +47,16 @@ U combine_float(const Atomic& a, bool flushes, U old, U b) {
       const float x = bits_as<float>(static_cast<u32>(old)), y = bits_as<float>(static_cast<u32>(b));
       return bits_as<u32>(canonical(flushes ? flush(flush(x) + flush(y)) : x + y));
     }
-    case kDouble: return static_cast<U>(bits_as<u64>(bits_as<double>(static_cast<u64>(old)) + bits_as<double>(static_cast<u64>(b))));
+    case kDouble: {
+      const double x = bits_as<double>(static_cast<u64>(old)), y = bits_as<double>(static_cast<u64>(b));
+      return static_cast<U>(bits_as<u64>(x + y));
+    }
     case kHalf: case kBrain: return combine_half(a, a.type == kBrain, static_cast<u16>(old), static_cast<u16>(b));
     default: {
       const bool brain = a.type == kBrainPair;
       const u32 low = combine_half(a, brain, static_cast<u16>(old), static_cast<u16>(b));
-      const u32 high = combine_half(a, brain, static_cast<u16>(static_cast<u32>(old) >> 16), static_cast<u16>(static_cast<u32>(b) >> 16));
+      const u32 words[] = {static_cast<u32>(old), static_cast<u32>(b)};
+      const u32 high = combine_half(a, brain, static_cast<u16>(words[0] >> 16), static_cast<u16>(words[1] >> 16));
       return static_cast<U>(high << 16 | low);
     }
   }

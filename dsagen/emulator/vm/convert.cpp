@@ -7,16 +7,19 @@
 namespace vm {
 
 Values::Values(Kind kind) {
-  for (u32 code = 0; code < 256; code++)
-    of[code] = kind == kE4M3   ? e4m3_value(code)
-               : kind == kE5M2 ? e5m2_value(code)
-               : kind == kUE8M0
-                   ? ue8m0_value(code)
-                   : decode(kFormats[kind], code & ((2u << (kFormats[kind].exponent_bits + kFormats[kind].mantissa_bits)) - 1));
+  for (u32 code = 0; code < 256; code++) {
+    switch (kind) {
+      case kE4M3: of[code] = e4m3_value(code); break;
+      case kE5M2: of[code] = e5m2_value(code); break;
+      case kUE8M0: of[code] = ue8m0_value(code); break;
+      default: of[code] = decode(kFormats[kind], code);
+    }
+  }
 }
 
 const float* values_of(Kind kind) {
-  static const Values tables[] = {Values(kE4M3), Values(kE5M2), Values(kE2M1), Values(kE2M3), Values(kE3M2), Values(kUE8M0)};
+  static const Values tables[] = {Values(kE4M3), Values(kE5M2), Values(kE2M1),
+                                  Values(kE2M3), Values(kE3M2), Values(kUE8M0)};
   return tables[kind - kE4M3].of;
 }
 
@@ -216,8 +219,8 @@ u32 nearest_finite(const Format& f, float x, bool relu) {
     const float step = bits_as<float>(static_cast<u32>(127 + 1 - f.bias - f.mantissa_bits + 23) << 23);
     code = bits_as<u32>(magnitude + step) - bits_as<u32>(step);
   } else {
-    const u32 whole = bits_as<u32>(magnitude);
-    code = ((whole + (1u << (shift - 1)) - 1 + (whole >> shift & 1)) >> shift) - (static_cast<u32>(127 - f.bias) << f.mantissa_bits);
+    const u32 whole = bits_as<u32>(magnitude), rebias = static_cast<u32>(127 - f.bias) << f.mantissa_bits;
+    code = ((whole + (1u << (shift - 1)) - 1 + (whole >> shift & 1)) >> shift) - rebias;
   }
   return sign << (f.exponent_bits + f.mantissa_bits) | (code > f.largest ? f.largest : code);
 }
@@ -289,7 +292,7 @@ void cvt_pack(Warp& w, const Ins& i, u32 mask) {
     const i64 v = static_cast<i32>(value);
     return static_cast<u32>(v < low ? low : v > high ? high : v) & ((1u << i.imm) - 1);
   };
-  each_lane(mask, [=](int l) { 
+  each_lane(mask, [=](int l) {
     const u32 pair = narrow(a[l]) << i.imm | narrow(b[l]);
     d[l] = i.imm == 16 ? pair : c[l] << 2 * i.imm | pair;
   });

@@ -95,7 +95,9 @@ u16 extreme(const Modifiers& m, bool is_min, u16 a, u16 b) {
   if (is_nan(m, a)) return is_nan(m, b) ? nan : static_cast<u16>(b | sign);
   if (is_nan(m, b)) return static_cast<u16>(a | sign);
   // Codes in the order of their values.
-  const auto order = [](u16 bits) { return bits & 0x8000 ? -static_cast<int>(bits & 0x7fff) - 1 : static_cast<int>(bits); };
+  const auto order = [](u16 bits) {
+    return bits & 0x8000 ? -static_cast<int>(bits & 0x7fff) - 1 : static_cast<int>(bits);
+  };
   const u16 out = (order(a) < order(b)) == is_min ? a : b;
   return static_cast<u16>(out | sign);
 }

@@ -368,8 +368,9 @@ static void lop3_b32(Warp& w, const Ins& i, u32 mask) {
   for (int n = 0; n < 8; n++) choose[n] = table >> n & 1 ? kFullMask : 0;
   each_lane(mask, [=](int l) {
     const u32 a = ra[l], b = rb[l], c = rc[l];
-    d[l] = (choose[0] & ~a & ~b & ~c) | (choose[1] & ~a & ~b & c) | (choose[2] & ~a & b & ~c) | (choose[3] & ~a & b & c) |
-           (choose[4] & a & ~b & ~c) | (choose[5] & a & ~b & c) | (choose[6] & a & b & ~c) | (choose[7] & a & b & c);
+    d[l] = (choose[0] & ~a & ~b & ~c) | (choose[1] & ~a & ~b & c) | (choose[2] & ~a & b & ~c) |
+           (choose[3] & ~a & b & c) | (choose[4] & a & ~b & ~c) | (choose[5] & a & ~b & c) | (choose[6] & a & b & ~c)
+               | (choose[7] & a & b & c);
   });
 }
 static const Register register_lop3("lop3_b32", lop3_b32);

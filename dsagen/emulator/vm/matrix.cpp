@@ -52,15 +52,18 @@ void ldmatrix_bytes(Warp& w, const u16* x, const MatrixFormat& format) {
   u8 rows[32][16];
   for (u32 n = 0; n < height * format.count; n++) {
     const int lane = static_cast<int>(n);
-    spread(format.packing, access(w, format.space, row_address(w, format, x + registers, lane), 16, false, lane), rows[n]);
+    const u64 address = row_address(w, format, x + registers, lane);
+    spread(format.packing, access(w, format.space, address, 16, false, lane), rows[n]);
   }
   for (u32 z = 0; z < registers; z++) {
     u32* d = w.row(x[z]);
     for (u32 l = 0; l < kLanes; l++) {
       const u32 r = l / 4, c = 4 * (l % 4);
       u32 out = 0;
-      for (u32 n = 0; n < 4; n++)
-        out |= static_cast<u32>(format.form == 2 ? rows[16 * (z / 2) + c + n][r + 8 * (z % 2)] : rows[8 * z + r][c + n]) << 8 * n;
+      for (u32 n = 0; n < 4; n++) {
+        const u32 byte = format.form == 2 ? rows[16 * (z / 2) + c + n][r + 8 * (z % 2)] : rows[8 * z + r][c + n];
+        out |= byte << 8 * n;
+      }
       d[l] = out;
     }
   }
@@ -191,7 +194,8 @@ inline void transpose(const float* from, u32 stride, Row8* to) {
 // sum + a * b. Products of all these types are exact in fp32, so that one rounding less changes nothing.
 inline Row8 add_product(Row8 sum, float a, Row8 b) {
 #ifdef __FMA__
-  return reinterpret_cast<Row8>(_mm256_fmadd_ps(_mm256_set1_ps(a), reinterpret_cast<__m256>(b), reinterpret_cast<__m256>(sum)));
+  const auto row = reinterpret_cast<__m256>(b), total = reinterpret_cast<__m256>(sum);
+  return reinterpret_cast<Row8>(_mm256_fmadd_ps(_mm256_set1_ps(a), row, total));
 #else
   return sum + a * b;
 #endif
@@ -231,7 +235,8 @@ void mma(Warp& w, const Ins& i, u32 mask) {
       unpack_f16(w.row(xc[half]), sums[half]);
     } else {
       const u32 *even = w.row(xc[2 * half]), *odd = w.row(xc[2 * half + 1]);
-      for (int l = 0; l < kLanes; l++) sums[half][2 * l] = get<float>(even, l), sums[half][2 * l + 1] = get<float>(odd, l);
+      float* to = sums[half];
+      for (int l = 0; l < kLanes; l++) to[2 * l] = get<float>(even, l), to[2 * l + 1] = get<float>(odd, l);
     }
     // All rows at once: one alone would wait for its own sums.
     Row8 sum[8];
@@ -247,7 +252,8 @@ void mma(Warp& w, const Ins& i, u32 mask) {
     const float* from = sums[half];
     if (narrow) {
       u32* d = w.row(x[half]);
-      for (int l = 0; l < kLanes; l++) d[l] = half_bits(from[2 * l]) | static_cast<u32>(half_bits(from[2 * l + 1])) << 16;
+      for (int l = 0; l < kLanes; l++)
+        d[l] = half_bits(from[2 * l]) | static_cast<u32>(half_bits(from[2 * l + 1])) << 16;
     } else {
       u32 *even = w.row(x[2 * half]), *odd = w.row(x[2 * half + 1]);
       for (int l = 0; l < kLanes; l++) {

@@ -30,7 +30,8 @@ std::string nearest(Cta& cta, u64 address) {
     if (away < distance) distance = away, best = &region;
   }
   if (best == nullptr) return "no buffer is registered";
-  if (address < best->begin) return print("%llu bytes before buffer %s", static_cast<unsigned long long>(distance), best->name);
+  if (address < best->begin)
+    return print("%llu bytes before buffer %s", static_cast<unsigned long long>(distance), best->name);
   return print("%llu bytes past the end of buffer %s", static_cast<unsigned long long>(distance), best->name);
 }
 
@@ -59,13 +60,17 @@ u8* global_bytes(Cta& cta, u64 address, u32 bytes, bool write, bool waited, cons
   const auto shown = static_cast<unsigned long long>(address);
   const Region* region = find_region(cta, address);
   if (region == nullptr)
-    fail("%s of %u bytes at global address %#llx: %s", write ? "write" : "read", bytes, shown, nearest(cta, address).c_str());
+    fail("%s of %u bytes at global address %#llx: %s", write ? "write" : "read", bytes, shown,
+         nearest(cta, address).c_str());
   if (address + bytes > region->end)
-    fail("%s of %u bytes at global address %#llx runs past the end of buffer %s", write ? "write" : "read", bytes, shown,
+    fail("%s of %u bytes at global address %#llx runs past the end of buffer %s", write ? "write" : "read", bytes,
+         shown,
          region->name);
-  if (write && !region->writable) fail("write of %u bytes at %#llx into the read-only buffer %s", bytes, shown, region->name);
+  if (write && !region->writable)
+    fail("write of %u bytes at %#llx into the read-only buffer %s", bytes, shown, region->name);
   if (region->after_wait && !waited)
-    fail("%s of buffer %s, which the grid before writes, ahead of griddepcontrol.wait", write ? "write" : "read", region->name);
+    fail("%s of buffer %s, which the grid before writes, ahead of griddepcontrol.wait", write ? "write" : "read",
+         region->name);
   if (in != nullptr) *in = region;
   u8* valid = region->valid;
   if (valid != nullptr) {
@@ -212,7 +217,8 @@ void isspacep(Warp& w, const Ins& i, u32 mask) {
   for (int l = 0; l < kLanes; l++) {
     const u64 a = get<u64>(w.row(x[1]), l);
     const u64 window = a & ~(kWindowBytes - 1);
-    const Space space = window == kSharedWindow ? kShared : window == kLocalWindow ? kLocal : window == kParamWindow ? kParam : kGlobal;
+    const Space space = window == kSharedWindow ? kShared : window == kLocalWindow ? kLocal
+                        : window == kParamWindow ? kParam : kGlobal;
     bits |= static_cast<u32>(space == static_cast<Space>(i.imm)) << l;
   }
   w.set_predicate(x[0], mask, bits);
@@ -255,7 +261,8 @@ u64 address_of(Warp& w, const Ins& i, u16 operand, int lane) {
 u8* shared_bytes(Cta& cta, u32 address, u32 bytes, const char* what) {
   const u32 size = static_cast<u32>(cta.shared.size());
   if (address < kSharedReserve || address - kSharedReserve > size || size - (address - kSharedReserve) < bytes)
-    fail("%s of %u bytes at shared byte %lld: the CTA has %u", what, bytes, static_cast<long long>(address) - kSharedReserve, size);
+    fail("%s of %u bytes at shared byte %lld: the CTA has %u", what, bytes,
+         static_cast<long long>(address) - kSharedReserve, size);
   return cta.shared.data() + (address - kSharedReserve);
 }
 
@@ -268,7 +275,8 @@ u8* access(Warp& w, Space space, u64 address, u32 bytes, bool write, int lane, u
   cta.fault_lane = static_cast<u32>(lane);
   if (space == kGeneric) {
     const u64 window = address & ~(kWindowBytes - 1);
-    space = window == kSharedWindow ? kShared : window == kLocalWindow ? kLocal : window == kParamWindow ? kParam : kGlobal;
+    space = window == kSharedWindow ? kShared : window == kLocalWindow ? kLocal
+            : window == kParamWindow ? kParam : kGlobal;
     if (space == kShared) address -= kSharedWindow;
   }
   // Parameters of functions are memory of the thread.
@@ -277,35 +285,42 @@ u8* access(Warp& w, Space space, u64 address, u32 bytes, bool write, int lane, u
     fail("%s of %u bytes at %s address %#llx: misaligned", write ? "write" : "read", bytes, kSpaceNames[space],
          static_cast<unsigned long long>(address));
   if (space == kShared) {
-    if (address > kFullMask) fail("shared address %#llx has more than 32 bits", static_cast<unsigned long long>(address));
+    if (address > kFullMask)
+      fail("shared address %#llx has more than 32 bits", static_cast<unsigned long long>(address));
     u8* at = shared_bytes(cta, static_cast<u32>(address), bytes, write ? "write" : "read");
     u8* valid = cta.shared_valid.data() + (at - cta.shared.data());
     if (write) {
       set_valid(valid, bytes);
     } else if (!all_valid(valid, bytes)) {
-      fail("read of %u bytes at shared byte %lld, not written before (or an asynchronous copy has not been waited for)", bytes,
+      fail("read of %u bytes at shared byte %lld, not written before (or an asynchronous copy has not been waited for)",
+           bytes,
            static_cast<long long>(at - cta.shared.data()));
     }
     if (cta.order.on)
-      cta.order.shared(w, static_cast<u32>(lane), static_cast<u32>(at - cta.shared.data()), bytes, touch_of(write, strong), strong);
+      cta.order.shared(w, static_cast<u32>(lane), static_cast<u32>(at - cta.shared.data()), bytes,
+                       touch_of(write, strong), strong);
     return at;
   }
   if (space == kLocal) {
     const u64 offset = address - kLocalWindow, size = cta.launch->local_bytes;
-    if (offset > size || size - offset < bytes) fail("local byte %lld: a thread has %llu", static_cast<long long>(offset), static_cast<unsigned long long>(size));
+    if (offset > size || size - offset < bytes)
+      fail("local byte %lld: a thread has %llu", static_cast<long long>(offset), static_cast<unsigned long long>(size));
     return w.local.data() + static_cast<u64>(lane) * size + offset;
   }
   if (space == kParam) {
     const u64 offset = address - kParamWindow, size = cta.launch->param_bytes;
     if (write) fail("write to a kernel parameter");
-    if (offset > size || size - offset < bytes) fail("parameter byte %lld: there are %llu", static_cast<long long>(offset), static_cast<unsigned long long>(size));
+    if (offset > size || size - offset < bytes)
+      fail("parameter byte %lld: there are %llu", static_cast<long long>(offset),
+           static_cast<unsigned long long>(size));
     return const_cast<u8*>(cta.launch->params) + offset;
   }
   const Region* region = nullptr;
   u8* at = global_bytes(cta, address, bytes, write, w.grid_waited >> lane & 1, &region);
   // Nobody writes to read-only buffers.
   if (cta.order.on && region->writable)
-    cta.order.global(w, static_cast<u32>(lane), static_cast<u32>(region - cta.regions->data()), address - region->begin, bytes,
+    cta.order.global(w, static_cast<u32>(lane), static_cast<u32>(region - cta.regions->data()),
+                     address - region->begin, bytes,
                      touch_of(write, strong), strong);
   return at;
 }

@@ -1,9 +1,11 @@
 // What threads know of each other (happens-before), and what is kept of each piece of memory to check accesses by it.
 //
-// An agent is a warp, the 16-byte copies that a warp has started, or an mbarrier. Times of a warp tick when it releases;
+// An agent is a warp, the 16-byte copies that a warp has started, or an mbarrier. Times of a warp tick when it
+// releases;
 // times of its copies are their order of issue, lane by lane; times of an mbarrier are its phases. An access has the
 // time, the agent and the lane of who did it; a thread knows of it once a chain of releases and acquires, barriers
-// mostly, has brought it a clock that reaches there. A clock keeps one number for each agent, and 32 where lanes differ.
+// mostly, has brought it a clock that reaches there. A clock keeps one number for each agent, and 32 where lanes
+// differ.
 // Included by machine.h.
 #pragma once
 #include <algorithm>

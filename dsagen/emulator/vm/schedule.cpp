@@ -105,20 +105,24 @@ std::string Cta::describe_waiting() const {
   for (const Warp& w : warps) {
     for (const Stand& stand : w.stands) {
       const NamedBarrier& barrier = barriers[stand.barrier];
-      text += print("\n  warp %u, lanes %#x: at barrier %d, %u threads have arrived of ", w.index, stand.mask, stand.barrier, barrier.arrived);
+      text += print("\n  warp %u, lanes %#x: at barrier %d, %u threads have arrived of ", w.index, stand.mask,
+                    stand.barrier, barrier.arrived);
       text += barrier.expected != 0 ? print("%u", barrier.expected) : std::string("all");
       text += ", " + place(*this, stand.pc);
     }
     if (w.parked != 0)
-      text += print("\n  warp %u, lanes %#x: wait for other lanes of the warp, ", w.index, w.parked) + place(*this, w.pc[__builtin_ctz(w.parked)]);
+      text += print("\n  warp %u, lanes %#x: wait for other lanes of the warp, ", w.index, w.parked)
+          + place(*this, w.pc[__builtin_ctz(w.parked)]);
     if (w.runnable == 0) continue;
     if (w.polling == 0)
       text += print("\n  warp %u, lanes %#x: run at ", w.index, w.runnable) + place(*this, w.now);
     else if (w.polls_memory)
-      text += print("\n  warp %u, lanes %#x: look at %s again and again, ", w.index, w.runnable, name_address(*this, w.poll_address).c_str()) +
+      text += print("\n  warp %u, lanes %#x: look at %s again and again, ", w.index, w.runnable,
+                    name_address(*this, w.poll_address).c_str()) +
               place(*this, w.poll_pc);
     else
-      text += print("\n  warp %u, lanes %#x: wait for parity %u of the mbarrier at shared byte %lld (%s), ", w.index, w.runnable,
+      text += print("\n  warp %u, lanes %#x: wait for parity %u of the mbarrier at shared byte %lld (%s), ", w.index,
+                    w.runnable,
                     w.poll_parity, static_cast<long long>(w.poll_address) - kSharedReserve,
                     describe_mbarrier(*this, static_cast<u32>(w.poll_address)).c_str()) + place(*this, w.poll_pc);
   }
@@ -205,14 +209,16 @@ void Machine::report_standstill() {
   std::string text = polls ? "livelock: threads wait for what nobody will write" : "";
   const u32 next = std::min<u32>(grid_.next, grid_.count);
   if (polls && next < grid_.count)
-    text += print("; of %u CTAs, those from number %u on have not started: %u are resident, and kernels that wait for more need "
+    text += print("; of %u CTAs, those from number %u on have not started: %u are resident, and kernels that wait for "
+                  "more need "
                   "resident=%u", grid_.count, next, std::max(grid_.launch.resident, 1u), grid_.count);
   for (const auto& cta : residents_) {
     if (text.size() > 3000) break;
     if (polls)
       text += print("\n in CTA (%u, %u, %u)", cta->id[0], cta->id[1], cta->id[2]);
     else
-      text += print("%sdeadlock in CTA (%u, %u, %u): nothing can run and no copy is under way", text.empty() ? "" : "\n ", cta->id[0],
+      text += print("%sdeadlock in CTA (%u, %u, %u): nothing can run and no copy is under way",
+                    text.empty() ? "" : "\n ", cta->id[0],
                     cta->id[1], cta->id[2]);
     text += cta->describe_waiting();
   }

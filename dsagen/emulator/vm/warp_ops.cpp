@@ -160,7 +160,9 @@ void match_all(Warp& w, const Ins& i, u32 mask) {
 void redux_f32(Warp& w, const Ins& i, u32 mask) {
   VM_OPERANDS;
   // Codes in the order of their values, so that -0 < +0.
-  const auto order = [](u32 bits) { return bits >> 31 ? -static_cast<i64>(bits & 0x7fffffff) - 1 : static_cast<i64>(bits); };
+  const auto order = [](u32 bits) {
+    return bits >> 31 ? -static_cast<i64>(bits & 0x7fffffff) - 1 : static_cast<i64>(bits);
+  };
   bool found = false, nan = false;
   u32 out = 0;
   each_lane(mask, [&](int l) {
