@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -133,7 +135,12 @@ def _built(folder: Path) -> Path:
     digest.update(" ".join(_FLAGS).encode() + _cpu_features())
     target = folder / f"vm-{digest.hexdigest()[:16]}.so"
     if not target.is_file():
-        _compile(compiler, target)
+        folder.mkdir(parents=True, exist_ok=True)
+        # One process compiles, the others wait for it.
+        with (folder / f"{target.stem}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not target.is_file():
+                _compile(compiler, target)
     return target
 
 
@@ -147,24 +154,22 @@ def _cpu_features() -> bytes:
 
 
 def _compile(compiler: str, target: Path) -> None:
-    """Compile every source at once, link, and rename: other processes may do the same."""
-    target.parent.mkdir(parents=True, exist_ok=True)
+    """Compile the sources, as many at once as there are cores, link, and rename: half a file is never seen."""
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        jobs = []
-        for source in sorted(SOURCES.glob("*.cpp")):
-            command = [compiler, *_FLAGS, "-c", str(source), "-o", str(Path(folder) / f"{source.stem}.o")]
-            jobs.append((command, subprocess.Popen(command, stderr=subprocess.PIPE, text=True)))
-        for command, job in jobs:
-            _, errors = job.communicate()
-            _require_success(command, job.returncode, errors)
-        objects = [str(path) for path in sorted(Path(folder).glob("*.o"))]
+
+        def compile_one(source: Path) -> str:
+            out = str(Path(folder) / f"{source.stem}.o")
+            _run([compiler, *_FLAGS, "-c", str(source), "-o", out])
+            return out
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            objects = list(pool.map(compile_one, sorted(SOURCES.glob("*.cpp"))))
         partial = Path(folder) / target.name
-        command = [compiler, *_FLAGS, "-shared", *objects, "-o", str(partial)]
-        linked = subprocess.run(command, capture_output=True, text=True, check=False)
-        _require_success(command, linked.returncode, linked.stderr)
+        _run([compiler, *_FLAGS, "-shared", *objects, "-o", str(partial)])
         partial.rename(target)
 
 
-def _require_success(command: list[str], code: int, errors: str) -> None:
-    if code != 0:
-        raise EmulatorError(f"the emulator's machine does not compile: {' '.join(command)}\n{errors[-4000:]}")
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise EmulatorError(f"the emulator's machine does not compile: {' '.join(command)}\n{done.stderr[-4000:]}")
