@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import ctypes
+import operator
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from dsagen.arch import ARCHS, KIB
 from dsagen.emulator.library import LaunchBlock, RegionRow, load_library
-from dsagen.emulator.lower import lower_instruction
 from dsagen.emulator.memory import Memory
-from dsagen.emulator.operations import Lowering
-from dsagen.emulator.program import Program, assemble
-from dsagen.emulator.ptx import Module, parse
+from dsagen.emulator.program import Program, assemble, lower_kernel
+from dsagen.emulator.program_cache import SHORTEST_TEXT, ProgramCache
+from dsagen.emulator.ptx import parse
+from dsagen.emulator.syntax import Module
 from dsagen.errors import EmulatorError
 
 MOST_THREADS = 1024
+MOST_CTAS = (1 << 32) - 4096
+MOST_STATIC_SHARED_BYTES = 48 * KIB
+MOST_LOCAL_BYTES = 512 * KIB
+_GRID_LIMITS = (0x7FFF_FFFF, 0xFFFF, 0xFFFF)
+_BLOCK_LIMITS = (1024, 1024, 64)
 INSTRUCTION_LIMIT = 1 << 32
 # As enum Schedule of vm/machine.h has them.
 SCHEDULES = ("turns", "random", "priorities")
@@ -45,7 +53,8 @@ class Prepared:
 
     def error(self) -> EmulatorError:
         """What the machine said, with all that it takes to have it said again."""
-        return EmulatorError(f"{self.program.entry}: {self.block.message.decode(errors='replace')}\n  ({self._how})")
+        message = _located(self.program, self.block.message.decode(errors="replace"))
+        return EmulatorError(f"{self.program.entry}: {message}\n  ({self._how})")
 
 
 def launch(
@@ -107,13 +116,15 @@ def prepare(
 ) -> Prepared:
     """A launch with the arguments of `launch`, checked, but not run."""
     program = _program(ptx, entry, library_folder)
-    extents, threads = _extents("grid", grid), _extents("block", block)
-    _require_fit(program, threads, params, smem_bytes)
+    extents, threads = _extents("grid", grid, _GRID_LIMITS), _extents("block", block, _BLOCK_LIMITS)
+    _require_fit(program, extents, threads, params, smem_bytes)
     chosen = _schedule(schedule, seed, resident, os_threads)
+    if not 1 <= instruction_limit < 1 << 64:
+        raise EmulatorError(f"instruction_limit {instruction_limit}: at least 1 and below 2^64")
     rows, kept = _regions(program, memory)
     texts = (ctypes.c_char_p * len(program.unknown))(*(text.encode() for text in program.unknown))
     buffers = [
-        ctypes.create_string_buffer(data, max(len(data), 1)) for data in (program.code, program.preloads, params)
+        ctypes.create_string_buffer(data, max(len(data), 1)) for data in (program.code, program.preloads, bytes(params))
     ]
     arrays = (program.args, program.ptx_lines, program.cuda_lines)
     args, ptx_lines, cuda_lines = (ctypes.c_void_p(array.buffer_info()[0]) for array in arrays)
@@ -163,15 +174,16 @@ def _schedule(schedule: str | None, seed: int, resident: int, os_threads: int) -
 
 
 def coverage(ptx: str) -> dict[str, int]:
-    """Opcodes of a PTX text's kernels that the emulator does not have, with how often each occurs."""
+    """Opcodes of a PTX text's kernels and functions that the emulator does not have, with how often each occurs.
+
+    A call that cannot run stands there as `call` with the name and the reason.
+    """
     missing: dict[str, int] = {}
     module = _module(ptx)
     for kernel in module.kernels.values():
-        names = [item.name for item in (*module.variables, *kernel.variables)] + [item.name for item in kernel.params]
-        lowering = Lowering(dict.fromkeys(names, 0))
-        for instruction in kernel.instructions:
-            if any(op.name == "unknown" for op in lower_instruction(lowering, instruction)):
-                missing[instruction.opcode] = missing.get(instruction.opcode, 0) + 1
+        for op in lower_kernel(module, kernel):
+            if op.name == "unknown" and not (op.keeps_guard and op.text.startswith("call")):
+                missing[op.text] = missing.get(op.text, 0) + 1
     return dict(sorted(missing.items()))
 
 
@@ -182,27 +194,75 @@ def _module(ptx: str) -> Module:
 
 @lru_cache(maxsize=128)
 def _program(ptx: str, entry: str, library_folder: Path | None) -> Program:
-    return assemble(_module(ptx), entry, load_library(library_folder).numbers)
+    library = load_library(library_folder)
+    if len(ptx) < SHORTEST_TEXT:
+        return assemble(_module(ptx), entry, library.numbers)
+    cache = ProgramCache.beside(library)
+    program = cache.read(ptx, entry)
+    if program is None:
+        program = assemble(_module(ptx), entry, library.numbers)
+        cache.write(ptx, entry, program)
+    return program
 
 
-def _extents(what: str, value: int | Sequence[int]) -> tuple[int, int, int]:
-    sizes = (value,) if isinstance(value, int) else tuple(value)
+def _extents(what: str, value: int | Sequence[int], limits: tuple[int, int, int]) -> tuple[int, int, int]:
+    try:
+        given: Sequence[int] = value if isinstance(value, Sequence) else (value,)
+        sizes = [operator.index(size) for size in given]
+    except TypeError:
+        sizes = []
     if not 1 <= len(sizes) <= 3 or any(size < 1 for size in sizes):
         raise EmulatorError(f"{what} {value!r}: expected one to three positive sizes")
+    for axis, size, limit in zip("xyz", sizes, limits, strict=False):
+        if size > limit:
+            raise EmulatorError(f"{what} {value!r}: {axis} is {size}, the limit is {limit}")
     x, y, z = (*sizes, 1, 1)[:3]
     return x, y, z
 
 
-def _require_fit(program: Program, block: tuple[int, int, int], params: bytes, smem_bytes: int) -> None:
+def _require_fit(
+    program: Program, grid: tuple[int, int, int], block: tuple[int, int, int], params: bytes, smem_bytes: int
+) -> None:
     threads = block[0] * block[1] * block[2]
     if threads > MOST_THREADS:
         raise EmulatorError(f"{program.entry}: a block of {threads} threads; the limit is {MOST_THREADS}")
+    if grid[0] * grid[1] * grid[2] > MOST_CTAS:
+        raise EmulatorError(f"{program.entry}: {grid[0]} x {grid[1]} x {grid[2]} CTAs; the limit is {MOST_CTAS}")
+    if not isinstance(params, (bytes, bytearray)):
+        raise EmulatorError(f"{program.entry}: arguments are {type(params).__name__}, expected bytes")
     if len(params) != program.param_bytes:
         raise EmulatorError(
             f"{program.entry}: {len(params)} bytes of arguments, the kernel takes {program.param_bytes}"
         )
+    _require_memory(program, smem_bytes)
+
+
+def _require_memory(program: Program, smem_bytes: int) -> None:
     if smem_bytes < 0:
         raise EmulatorError(f"{program.entry}: {smem_bytes} bytes of dynamic shared memory")
+    static = program.static_shared_bytes
+    if static > MOST_STATIC_SHARED_BYTES:
+        raise EmulatorError(
+            f"{program.entry}: {static} bytes of static shared memory, the limit is {MOST_STATIC_SHARED_BYTES}"
+        )
+    row = ARCHS.get(program.target)
+    limit = row.smem_optin_bytes if row is not None else max(row.smem_optin_bytes for row in ARCHS.values())
+    if static + smem_bytes > limit:
+        raise EmulatorError(
+            f"{program.entry}: {static} bytes of static and {smem_bytes} of dynamic shared memory; a block of "
+            f"{program.target or 'any arch'} has {limit}"
+        )
+    if program.local_bytes > MOST_LOCAL_BYTES:
+        raise EmulatorError(
+            f"{program.entry}: {program.local_bytes} bytes of local memory a thread, the limit is {MOST_LOCAL_BYTES}"
+        )
+
+
+def _located(program: Program, message: str) -> str:
+    """The message, and for each place that it names in what it was inlined."""
+    lines = dict.fromkeys(int(line) for line in re.findall(r"PTX line (\d+), CUDA line \d+", message))
+    known = [f"\n  PTX line {line} is {program.places[line]}" for line in lines if line in program.places]
+    return message + "".join(known)
 
 
 def _regions(program: Program, memory: Memory) -> tuple[ctypes.Array[RegionRow], list[object]]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -76,10 +78,12 @@ class RegionRow(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Library:
-    """The loaded machine; `numbers` gives the number of each instruction by name."""
+    """The loaded machine; `numbers` gives the number of each instruction by name. `name` tells its build apart."""
 
     handle: ctypes.CDLL
     numbers: Mapping[str, int]
+    name: str
+    folder: Path
 
 
 @cache
@@ -88,7 +92,8 @@ def load_library(folder: Path | None = None) -> Library:
 
     EmulatorError where there is no g++ or it fails.
     """
-    handle = ctypes.CDLL(str(_built(folder or _default_folder())))
+    path = _built(folder or _default_folder())
+    handle = ctypes.CDLL(str(path))
     handle.vm_instruction_name.restype = ctypes.c_char_p
     handle.vm_run.argtypes = (ctypes.POINTER(LaunchBlock),)
     handle.vm_open.argtypes, handle.vm_open.restype = (ctypes.POINTER(LaunchBlock),), ctypes.c_void_p
@@ -104,7 +109,7 @@ def load_library(folder: Path | None = None) -> Library:
     if tuple(handle.vm_address(n) for n in range(len(stated))) != stated:
         raise EmulatorError("vm/machine.h and operations.py differ in where shared, local or parameter memory begins")
     names = [handle.vm_instruction_name(n).decode() for n in range(handle.vm_instruction_count())]
-    return Library(handle, {name: number for number, name in enumerate(names)})
+    return Library(handle, {name: number for number, name in enumerate(names)}, path.stem, path.parent)
 
 
 def _default_folder() -> Path:
@@ -130,7 +135,12 @@ def _built(folder: Path) -> Path:
     digest.update(" ".join(_FLAGS).encode() + _cpu_features())
     target = folder / f"vm-{digest.hexdigest()[:16]}.so"
     if not target.is_file():
-        _compile(compiler, target)
+        folder.mkdir(parents=True, exist_ok=True)
+        # One process compiles, the others wait for it.
+        with (folder / f"{target.stem}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not target.is_file():
+                _compile(compiler, target)
     return target
 
 
@@ -144,24 +154,22 @@ def _cpu_features() -> bytes:
 
 
 def _compile(compiler: str, target: Path) -> None:
-    """Compile every source at once, link, and rename: other processes may do the same."""
-    target.parent.mkdir(parents=True, exist_ok=True)
+    """Compile the sources, as many at once as there are cores, link, and rename: half a file is never seen."""
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        jobs = []
-        for source in sorted(SOURCES.glob("*.cpp")):
-            command = [compiler, *_FLAGS, "-c", str(source), "-o", str(Path(folder) / f"{source.stem}.o")]
-            jobs.append((command, subprocess.Popen(command, stderr=subprocess.PIPE, text=True)))
-        for command, job in jobs:
-            _, errors = job.communicate()
-            _require_success(command, job.returncode, errors)
-        objects = [str(path) for path in sorted(Path(folder).glob("*.o"))]
+
+        def compile_one(source: Path) -> str:
+            out = str(Path(folder) / f"{source.stem}.o")
+            _run([compiler, *_FLAGS, "-c", str(source), "-o", out])
+            return out
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            objects = list(pool.map(compile_one, sorted(SOURCES.glob("*.cpp"))))
         partial = Path(folder) / target.name
-        command = [compiler, *_FLAGS, "-shared", *objects, "-o", str(partial)]
-        linked = subprocess.run(command, capture_output=True, text=True, check=False)
-        _require_success(command, linked.returncode, linked.stderr)
+        _run([compiler, *_FLAGS, "-shared", *objects, "-o", str(partial)])
         partial.rename(target)
 
 
-def _require_success(command: list[str], code: int, errors: str) -> None:
-    if code != 0:
-        raise EmulatorError(f"the emulator's machine does not compile: {' '.join(command)}\n{errors[-4000:]}")
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise EmulatorError(f"the emulator's machine does not compile: {' '.join(command)}\n{done.stderr[-4000:]}")

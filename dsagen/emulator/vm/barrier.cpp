@@ -45,14 +45,17 @@ void bar(Warp& w, const Ins& i, u32 mask) {
   const int first = __builtin_ctz(mask);
   const u32 id = w.row(x[1])[first], count = counted ? w.row(x[2])[first] : 0;
   each_lane(mask, [&](int l) {
-    if (w.row(x[1])[l] != id || (counted && w.row(x[2])[l] != count)) fail("lanes of a warp name different barriers or counts");
+    if (w.row(x[1])[l] != id || (counted && w.row(x[2])[l] != count))
+      fail("lanes of a warp name different barriers or counts");
   });
   if (id >= 16) fail("barrier %u: there are barriers 0 to 15", id);
-  if (counted && (count == 0 || count % kLanes != 0)) fail("barrier %u: %u threads are no positive multiple of 32", id, count);
+  if (counted && (count == 0 || count % kLanes != 0))
+    fail("barrier %u: %u threads are no positive multiple of 32", id, count);
   Cta& cta = *w.cta;
   NamedBarrier& barrier = cta.barriers[id];
   if (barrier.arrived != 0 && barrier.expected != count)
-    fail("barrier %u: %u threads are expected here, %u by those who have arrived (0: all of the CTA)", id, count, barrier.expected);
+    fail("barrier %u: %u threads are expected here, %u by those who have arrived (0: all of the CTA)", id, count,
+         barrier.expected);
   const u32 waits = mode == kArrive ? kSync : mode;
   if (barrier.arrived != 0 && barrier.mode != waits) fail("barrier %u: a reduction and something else meet", id);
   barrier.mode = waits;
@@ -73,7 +76,8 @@ void bar(Warp& w, const Ins& i, u32 mask) {
     w.stop = true;
   }
   const u32 expected = count != 0 ? count : live_threads(cta);
-  if (barrier.arrived > expected) fail("barrier %u: %u threads have arrived, %u were expected", id, barrier.arrived, expected);
+  if (barrier.arrived > expected)
+    fail("barrier %u: %u threads have arrived, %u were expected", id, barrier.arrived, expected);
   if (barrier.arrived == expected) release(cta, static_cast<int>(id));
 }
 

@@ -99,6 +99,7 @@ void Cta::load_specials(Warp& w) {
         case 21: row[l] = g.shared_bytes; break;
         case 22: row[l] = 0; break;
         case 23: row[l] = 1; break;
+        case 24: row[l] = static_cast<u32>(warps.size()); break;
       }
     }
   }
@@ -118,6 +119,8 @@ void Cta::start(u32 number) {
   std::fill(commit_groups.begin(), commit_groups.end(), 0);
   copies_committed.assign(order.on ? commit_groups.size() : 0, {});
   executed = 0;
+  // Registers that nobody has written hold the same in every CTA.
+  std::fill(storage.begin(), storage.end(), kFullMask);
   for (u32& priority : priorities) priority = 0;
   random.state = (launch->seed + 1) * 0x9e3779b97f4a7c15ull + linear;
   random.next();
@@ -127,6 +130,8 @@ void Cta::start(u32 number) {
     w.parked = w.yielded = w.polling = w.grid_waited = 0;
     w.fingerprint = 0;
     w.stands.clear();
+    std::fill(w.predicates, w.predicates + launch->predicates, 0);
+    w.predicates[1] = kFullMask;
     load_specials(w);
   }
 }

@@ -30,8 +30,8 @@ std::string nearest(Cta& cta, u64 address) {
     if (away < distance) distance = away, best = &region;
   }
   if (best == nullptr) return "no buffer is registered";
-  if (address < best->begin) return print("%llu bytes before buffer %s", static_cast<unsigned long long>(distance),
-      best->name);
+  if (address < best->begin)
+    return print("%llu bytes before buffer %s", static_cast<unsigned long long>(distance), best->name);
   return print("%llu bytes past the end of buffer %s", static_cast<unsigned long long>(distance), best->name);
 }
 
@@ -60,17 +60,17 @@ u8* global_bytes(Cta& cta, u64 address, u32 bytes, bool write, bool waited, cons
   const auto shown = static_cast<unsigned long long>(address);
   const Region* region = find_region(cta, address);
   if (region == nullptr)
-    fail("%s of %u bytes at global address %#llx: %s", write ? "write" : "read", bytes, shown, nearest(cta,
-        address).c_str());
+    fail("%s of %u bytes at global address %#llx: %s", write ? "write" : "read", bytes, shown,
+         nearest(cta, address).c_str());
   if (address + bytes > region->end)
     fail("%s of %u bytes at global address %#llx runs past the end of buffer %s", write ? "write" : "read", bytes,
-        shown,
+         shown,
          region->name);
-  if (write && !region->writable) fail("write of %u bytes at %#llx into the read-only buffer %s", bytes, shown,
-      region->name);
+  if (write && !region->writable)
+    fail("write of %u bytes at %#llx into the read-only buffer %s", bytes, shown, region->name);
   if (region->after_wait && !waited)
     fail("%s of buffer %s, which the grid before writes, ahead of griddepcontrol.wait", write ? "write" : "read",
-        region->name);
+         region->name);
   if (in != nullptr) *in = region;
   u8* valid = region->valid;
   if (valid != nullptr) {
@@ -194,70 +194,10 @@ void st(Warp& w, const Ins& i, u32 mask) {
   }
 }
 
-enum AtomKind { kAdd, kMinS, kMaxS, kMinU, kMaxU, kAnd, kOr, kXor, kExch, kCas, kInc, kDec, kAddFloat };
-
-template <class U, class I>
-U combine(AtomKind kind, U old, U b, U c) {
-  switch (kind) {
-    case kAdd: return static_cast<U>(old + b);
-    case kMinS: return static_cast<I>(old) < static_cast<I>(b) ? old : b;
-    case kMaxS: return static_cast<I>(old) > static_cast<I>(b) ? old : b;
-    case kMinU: return old < b ? old : b;
-    case kMaxU: return old > b ? old : b;
-    case kAnd: return old & b;
-    case kOr: return old | b;
-    case kXor: return old ^ b;
-    case kExch: return b;
-    case kCas: return old == b ? c : old;
-    case kInc: return old >= b ? 0 : old + 1;
-    case kDec: return old == 0 || old > b ? b : old - 1;
-    case kAddFloat:
-      if constexpr (sizeof(U) == 4)
-        return bits_as<U>(bits_as<float>(old) + bits_as<float>(b));
-      else
-        return bits_as<U>(bits_as<double>(old) + bits_as<double>(b));
-  }
-  return old;
-}
-
 void require_writable(Warp& w, Space space, u64 address) {
   if (space == kShared || space == kLocal) return;
   const Region* region = find_region(*w.cta, address);
   if (region != nullptr && !region->writable) fail("atomic access of the read-only buffer %s", region->name);
-}
-
-template <class U, class I>
-U atomic_update(u8* at, AtomKind kind, U b, U c) {
-  // Other CTAs may run on other threads.
-  U* word = reinterpret_cast<U*>(at);
-  U old = __atomic_load_n(word, __ATOMIC_RELAXED);
-  while (!__atomic_compare_exchange_n(word, &old, combine<U, I>(kind, old, b, c), false, __ATOMIC_ACQ_REL,
-      __ATOMIC_ACQUIRE)) {
-  }
-  return old;
-}
-
-// Destination, address, b, c; flags as for loads, with the kind in bits 16 and up.
-void atom(Warp& w, const Ins& i, u32 mask) {
-  VM_OPERANDS;
-  const LoadFormat format = format_of(i.flags);
-  const auto kind = static_cast<AtomKind>(i.flags >> 16 & 255);
-  bool changes = false;
-  const u64 first = address_of(w, i, x[1], __builtin_ctz(mask));
-  for (u32 m = mask; m != 0; m &= m - 1) {
-    const int l = __builtin_ctz(m);
-    const u64 address = address_of(w, i, x[1], l);
-    u8* at = atomic_access(w, i, address, format.bytes, l);
-    u64 before = 0, after = 0;
-    std::memcpy(&before, at, format.bytes);
-    if (format.bytes == 8)
-      put<u64>(w.row(x[0]), l, atomic_update<u64, i64>(at, kind, get<u64>(w.row(x[2]), l), get<u64>(w.row(x[3]), l)));
-    else
-      w.row(x[0])[l] = atomic_update<u32, i32>(at, kind, w.row(x[2])[l], w.row(x[3])[l]);
-    std::memcpy(&after, at, format.bytes);
-    changes |= before != after;
-  }
-  end_atomic(w, mask, first, changes);
 }
 
 // Between the generic space and the shared window; the other windows need no change. imm 1: to shared.
@@ -277,14 +217,17 @@ void isspacep(Warp& w, const Ins& i, u32 mask) {
   for (int l = 0; l < kLanes; l++) {
     const u64 a = get<u64>(w.row(x[1]), l);
     const u64 window = a & ~(kWindowBytes - 1);
-    const Space space = window == kSharedWindow ? kShared : window == kLocalWindow ? kLocal : window == kParamWindow ? kParam : kGlobal;
+    const Space space = window == kSharedWindow ? kShared : window == kLocalWindow ? kLocal
+                        : window == kParamWindow ? kParam : kGlobal;
     bits |= static_cast<u32>(space == static_cast<Space>(i.imm)) << l;
   }
   w.set_predicate(x[0], mask, bits);
 }
 
-const Register registers[] = {{"ld", ld}, {"st", st}, {"atom", atom}, {"cvta_shared", cvta_shared}, {"isspacep",
-    isspacep}};
+const Register registers[] = {{"ld", ld},
+                              {"st", st},
+                              {"cvta_shared", cvta_shared},
+                              {"isspacep", isspacep}};
 
 }  // namespace
 
@@ -319,7 +262,7 @@ u8* shared_bytes(Cta& cta, u32 address, u32 bytes, const char* what) {
   const u32 size = static_cast<u32>(cta.shared.size());
   if (address < kSharedReserve || address - kSharedReserve > size || size - (address - kSharedReserve) < bytes)
     fail("%s of %u bytes at shared byte %lld: the CTA has %u", what, bytes,
-        static_cast<long long>(address) - kSharedReserve, size);
+         static_cast<long long>(address) - kSharedReserve, size);
   return cta.shared.data() + (address - kSharedReserve);
 }
 
@@ -332,39 +275,44 @@ u8* access(Warp& w, Space space, u64 address, u32 bytes, bool write, int lane, u
   cta.fault_lane = static_cast<u32>(lane);
   if (space == kGeneric) {
     const u64 window = address & ~(kWindowBytes - 1);
-    space = window == kSharedWindow ? kShared : window == kLocalWindow ? kLocal : window == kParamWindow ? kParam : kGlobal;
+    space = window == kSharedWindow ? kShared : window == kLocalWindow ? kLocal
+            : window == kParamWindow ? kParam : kGlobal;
     if (space == kShared) address -= kSharedWindow;
   }
+  // Parameters of functions are memory of the thread.
+  if (space == kParam && (address & ~(kWindowBytes - 1)) == kLocalWindow) space = kLocal;
   if ((address & (bytes - 1)) != 0)
     fail("%s of %u bytes at %s address %#llx: misaligned", write ? "write" : "read", bytes, kSpaceNames[space],
          static_cast<unsigned long long>(address));
   if (space == kShared) {
-    if (address > kFullMask) fail("shared address %#llx has more than 32 bits",
-        static_cast<unsigned long long>(address));
+    if (address > kFullMask)
+      fail("shared address %#llx has more than 32 bits", static_cast<unsigned long long>(address));
     u8* at = shared_bytes(cta, static_cast<u32>(address), bytes, write ? "write" : "read");
     u8* valid = cta.shared_valid.data() + (at - cta.shared.data());
     if (write) {
       set_valid(valid, bytes);
     } else if (!all_valid(valid, bytes)) {
-      fail("read of %u bytes at shared byte %lld, not written before (or an asynchronous copy has not been waited for)", bytes,
+      fail("read of %u bytes at shared byte %lld, not written before (or an asynchronous copy has not been waited for)",
+           bytes,
            static_cast<long long>(at - cta.shared.data()));
     }
     if (cta.order.on)
-      cta.order.shared(w, static_cast<u32>(lane), static_cast<u32>(at - cta.shared.data()), bytes, touch_of(write,
-          strong), strong);
+      cta.order.shared(w, static_cast<u32>(lane), static_cast<u32>(at - cta.shared.data()), bytes,
+                       touch_of(write, strong), strong);
     return at;
   }
   if (space == kLocal) {
     const u64 offset = address - kLocalWindow, size = cta.launch->local_bytes;
-    if (offset > size || size - offset < bytes) fail("local byte %lld: a thread has %llu",
-        static_cast<long long>(offset), static_cast<unsigned long long>(size));
+    if (offset > size || size - offset < bytes)
+      fail("local byte %lld: a thread has %llu", static_cast<long long>(offset), static_cast<unsigned long long>(size));
     return w.local.data() + static_cast<u64>(lane) * size + offset;
   }
   if (space == kParam) {
     const u64 offset = address - kParamWindow, size = cta.launch->param_bytes;
     if (write) fail("write to a kernel parameter");
-    if (offset > size || size - offset < bytes) fail("parameter byte %lld: there are %llu",
-        static_cast<long long>(offset), static_cast<unsigned long long>(size));
+    if (offset > size || size - offset < bytes)
+      fail("parameter byte %lld: there are %llu", static_cast<long long>(offset),
+           static_cast<unsigned long long>(size));
     return const_cast<u8*>(cta.launch->params) + offset;
   }
   const Region* region = nullptr;
@@ -372,7 +320,7 @@ u8* access(Warp& w, Space space, u64 address, u32 bytes, bool write, int lane, u
   // Nobody writes to read-only buffers.
   if (cta.order.on && region->writable)
     cta.order.global(w, static_cast<u32>(lane), static_cast<u32>(region - cta.regions->data()),
-        address - region->begin, bytes,
+                     address - region->begin, bytes,
                      touch_of(write, strong), strong);
   return at;
 }

@@ -1,6 +1,7 @@
 // The entry points for Python that run a launch: all at once, or step by step.
 #include <cstdio>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 #include "schedule.h"
@@ -17,18 +18,27 @@ struct Session {
   Machine machine;
 };
 
+const char kTooMuch[] = "the machine needs more of this host than it has: ";
+
 void run_machine(Grid& grid, std::mutex& lock, std::string& message) {
-  Machine machine(grid);
-  try {
-    while (machine.turn()) {
-    }
-  } catch (const vm::Fault& fault) {
+  const auto stop = [&](const std::string& text) {
     grid.next = grid.count;
     const std::lock_guard<std::mutex> guard(lock);
-    if (message.empty()) message = fault.text;
+    if (message.empty()) message = text;
+  };
+  try {
+    Machine machine(grid);
+    try {
+      while (machine.turn()) {
+      }
+    } catch (const vm::Fault& fault) {
+      stop(fault.text);
+    }
+    const std::lock_guard<std::mutex> guard(lock);
+    machine.add_counters(grid.launch.counters);
+  } catch (const std::exception& error) {
+    stop(std::string(kTooMuch) + error.what());
   }
-  const std::lock_guard<std::mutex> guard(lock);
-  machine.add_counters(grid.launch.counters);
 }
 
 enum Status : int { kRuns, kFaulted, kFinished };
@@ -39,22 +49,32 @@ int guarded(Session& session, F work) {
     return work() ? kRuns : kFinished;
   } catch (const vm::Fault& fault) {
     snprintf(session.grid.launch.message, sizeof session.grid.launch.message, "%s", fault.text.c_str());
-    return kFaulted;
+  } catch (const std::exception& error) {
+    snprintf(session.grid.launch.message, sizeof session.grid.launch.message, "%s%s", kTooMuch, error.what());
   }
+  return kFaulted;
 }
 
 }  // namespace
 
 // 0, or 1 with a message.
 extern "C" int vm_run(Launch* launch) {
-  Grid grid(*launch);
   std::mutex lock;
   std::string message;
-  std::vector<std::thread> others;
-  for (uint32_t n = 1; n < std::min(launch->os_threads, grid.count); n++) others.emplace_back([&] { run_machine(grid,
-      lock, message); });
-  run_machine(grid, lock, message);
-  for (std::thread& other : others) other.join();
+  try {
+    Grid grid(*launch);
+    std::vector<std::thread> others;
+    try {
+      for (uint32_t n = 1; n < std::min(launch->os_threads, grid.count); n++)
+        others.emplace_back([&] { run_machine(grid, lock, message); });
+    } catch (const std::system_error&) {
+      // Fewer threads do the same work.
+    }
+    run_machine(grid, lock, message);
+    for (std::thread& other : others) other.join();
+  } catch (const std::exception& error) {
+    message = std::string(kTooMuch) + error.what();
+  }
   snprintf(launch->message, sizeof launch->message, "%s", message.c_str());
   return message.empty() ? 0 : 1;
 }
@@ -89,8 +109,8 @@ extern "C" int vm_land(void* handle, uint32_t cta) {
   return guarded(session, [&] { return vm::complete_some(*session.machine.find(cta), true); });
 }
 
-extern "C" int vm_is_resident(void* handle,
-    uint32_t cta) { return static_cast<Session*>(handle)->machine.find(cta) != nullptr; }
+extern "C" int vm_is_resident(void* handle, uint32_t cta) { return static_cast<Session*>(handle)->machine.find(cta) !=
+                                                           nullptr; }
 
 // Lanes of a warp: pcs (32 words), then live, runnable and parked ones.
 extern "C" void vm_lanes(void* handle, uint32_t cta, uint32_t warp, uint32_t* out) {
