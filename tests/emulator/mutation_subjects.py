@@ -17,14 +17,15 @@ from decode import Kernel, compile_ptx
 from dsagen.arch import arch as arch_row
 from dsagen.check.cases import DecodeCase, Values
 from dsagen.errors import EmulatorError
+from dsagen.families.topk.family import COUNT, SELECT, split_variants
 from dsagen.family import families, family_of_op
 from dsagen.plan import Variant
 from dsagen.render import render
 from dsagen.spec import load_spec, shipped_specs
 
 ARCHS = ("sm_90a", "sm_80")
-# Axes that make a kernel larger and no different: the smallest stands for all.
-_SIZES = ("n", "smem")
+# Axes that make a kernel larger and no different: the smallest that takes the cases below stands for all.
+_SIZES = ("n", "smem", "threads")
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,8 @@ def variants() -> dict[str, Variant]:
 
 
 def _sizes(variant: Variant) -> list[int]:
-    return [int(value) for name, value in variant.axes if name in _SIZES]
+    # A row that is held in shared memory needs the threads.
+    return [-int(value) if name == "threads" else int(value) for name, value in variant.axes if name in _SIZES]
 
 
 @cache
@@ -113,8 +115,21 @@ def _run_select(kernel: Kernel, attempt: Attempt) -> str:
     return topk.problem(call, kernel, attempt.seed, attempt.schedule)
 
 
+def _run_shared_rows(kernel: Kernel, attempt: Attempt) -> str:
+    """Rows that several blocks share, by two kernels of which this is one."""
+    variant = kernel.plan.variant
+    score = str(variant.axis("score"))
+    pair = {v.kernel: topk.compiled(v) for v in split_variants(score, arch_row(variant.arch))}
+    pair[variant.kernel] = kernel
+    values = (topk.one_binade, topk.few_values, topk.normal)[attempt.seed % 3]
+    call = topk.make_call(values, score, 512)
+    return topk.problem(call, pair[SELECT], attempt.seed, attempt.schedule, pair[COUNT])
+
+
 RUNNERS: dict[tuple[str, str], Runner] = {
     ("sparse_decode", "main"): _run_main,
     ("sparse_decode", "combine"): _run_combine,
     ("topk", "main"): _run_select,
+    ("topk", COUNT): _run_shared_rows,
+    ("topk", SELECT): _run_shared_rows,
 }

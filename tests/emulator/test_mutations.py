@@ -62,11 +62,19 @@ EQUIVALENTS = (
 )  # fmt: skip
 
 
+# Kernels whose mutants nobody has judged yet: only that they give no report is tested.
+NOT_JUDGED = ("topk-main-row_resident-*", "topk-count-*", "topk-select-*")
+
+
+def _judged() -> list[str]:
+    return [slug for slug in variants() if not any(fnmatchcase(slug, kernels) for kernels in NOT_JUDGED)]
+
+
 def _listed(mutant: Mutant) -> Equivalent | None:
     return next((known for known in EQUIVALENTS if known.covers(mutant)), None)
 
 
-@pytest.mark.parametrize("slug", variants())
+@pytest.mark.parametrize("slug", _judged())
 def test_mutants(slug: str, request: pytest.FixtureRequest) -> None:
     everything = request.config.getoption("--all-mutants")
     kernel = kernel_of(slug)

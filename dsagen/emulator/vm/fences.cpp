@@ -17,6 +17,7 @@ void Order::reset(Cta& cta, u32 linear) {
   if (!shadow_) shadow_ = std::make_unique<Shadow>(cta.launch->shared_bytes, warps);
   shadow_->reset();
   places_.clear();
+  looked_at_.clear();
 }
 
 Knowledge& Order::own(WarpClocks& clocks, u32 lane) {
@@ -152,6 +153,7 @@ void Order::find(const Warp& w, u32 lane, bool global, u64 address, Semantics se
   auto& places = global ? global_->places : places_;
   const auto found = places.find(address);
   if (found == places.end()) return;
+  looked_at_[address] = {now(w, lane), found->second.version};
   WarpClocks& mine = clocks_[w.index];
   const bool acquires = semantics == Semantics::kAcquire || semantics == Semantics::kBoth;
   const auto take = [&](const std::map<u32, Knowledge>& all) {
@@ -180,7 +182,10 @@ void Order::leave(const Warp& w, u32 lane, bool global, u64 address, Semantics s
   if (global && global_->locks) guard.lock();
   auto& places = global ? global_->places : places_;
   SyncPlace& place = places[address];
+  const u64 version = place.version + 1;
   if (replaces) place = SyncPlace();
+  place.version = version;
+  looked_at_[address] = {now(w, lane), version};
   const auto put = [&](std::map<u32, Knowledge>& to, View view) {
     if (!known.views[view].empty()) to[linear_].views[kSeen].merge(known.views[view]);
     if (known.foreign)

@@ -175,6 +175,7 @@ class Shadow {
 
 // What accesses by relaxed and by acquiring instructions find at an address.
 struct SyncPlace {
+  u64 version = 0;  // counts strong writes
   std::map<u32, Knowledge> wide;                   // by whose time: for all CTAs
   std::map<u32, std::map<u32, Knowledge>> narrow;  // the same, for one CTA
 };
@@ -274,6 +275,7 @@ class Order {
   void share_beside(std::vector<Sharers>& others, const Warp& w, u32 lane, const Sharers& me) const;
   bool joins(const Warp& w, u32 lane, Sharers& other, u32 flags) const;
   bool ordered(const Warp& w, u32 lane, const Sharers& sharers, Access& culprit) const;
+  bool has_looked(const Warp& w, u32 lane, const Where& where) const;
   bool is_same_store(const Warp& w, const Access& other) const;
   std::string describe(const Where& where) const;
   [[noreturn]] void clash(u32 lane, const char* act, const Access& other, const char* did, const Where& where) const;
@@ -289,6 +291,8 @@ class Order {
   std::vector<WarpClocks> clocks_;
   std::unique_ptr<Shadow> shadow_;
   std::map<u64, SyncPlace> places_;  // by shared address
+  // By address, shared or global: the CTA's last strong access, and the version that it has seen.
+  std::map<u64, std::pair<Access, u64>> looked_at_;
 };
 
 }  // namespace vm

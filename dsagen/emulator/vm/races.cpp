@@ -100,7 +100,8 @@ void Order::check_sharers(const Warp& w, u32 lane, Unit& unit, Shadow& shadow, c
   const char* did = unit.sharers.flags & kStrong ? "accesses atomically" : "reads";
   Access culprit;
   const auto one = [&](const Sharers& sharers) {
-    if (sharers.lanes != 0 && !ordered(w, lane, sharers, culprit)) clash(lane, act, culprit, did, where);
+    if (sharers.lanes == 0 || ordered(w, lane, sharers, culprit)) return;
+    if ((sharers.flags & kStrong) == 0 || !has_looked(w, lane, where)) clash(lane, act, culprit, did, where);
   };
   if (unit.sharers.agent != kMany) return one(unit.sharers);
   const SharerList& list = shadow.list(unit.sharers);
@@ -164,6 +165,25 @@ void Order::share_beside(std::vector<Sharers>& others, const Warp& w, u32 lane, 
   for (Sharers& other : others)
     if (joins(w, lane, other, me.flags)) return;
   others.push_back(me);
+}
+
+// Whether a strong access of the CTA, which happens before what the lane does now, has found the last strong write of all
+// words: what another thread did there atomically is then ordered, though nothing else that it did is.
+bool Order::has_looked(const Warp& w, u32 lane, const Where& where) const {
+  const u64 first = (where.shared ? kSharedReserve : global_->regions[where.region].begin) + where.offset;
+  std::unique_lock<std::mutex> guard(global_->lock, std::defer_lock);
+  if (!where.shared && global_->locks) guard.lock();
+  const auto& places = where.shared ? places_ : global_->places;
+  bool any = false;
+  for (u64 address = first & ~u64{3}; address < first + where.bytes; address += 4) {
+    const auto place = places.find(address);
+    if (place == places.end()) continue;
+    const auto looked = looked_at_.find(address);
+    if (looked == looked_at_.end() || looked->second.second != place->second.version) return false;
+    if (!knows(w, lane, kSeen, looked->second.first)) return false;
+    any = true;
+  }
+  return any;
 }
 
 bool Order::is_same_store(const Warp& w, const Access& other) const {
