@@ -77,10 +77,10 @@ def launch(
     """Run kernel `entry` of a PTX text on `grid` CTAs of `block` threads, with `smem_bytes` of dynamic shared memory.
 
     `params` is the argument block, little-endian, as the kernel's parameters are laid out; pointers are addresses that
-    `memory.add` returned. `schedule` is `turns`, in which warps run in turn and asynchronous copies land as late as they
-    may, `random`, or `priorities`, in which the warp of the highest priority runs until it waits; the last two draw from
-    the seed, and repeat exactly. By default seed 0 takes turns and any other is random. `resident` CTAs run by turns on
-    the OS thread, which kernels need whose CTAs wait for each other; it is 1 where there are several `os_threads`.
+    `memory.add` returned. `schedule` is `turns`, in which warps run in turn and asynchronous copies land as late as
+    they may, `random`, or `priorities`, in which the warp of the highest priority runs until it waits; the last two
+    draw from the seed, and repeat exactly. By default seed 0 takes turns and any other is random. `resident` CTAs run
+    by turns on the OS thread, for kernels whose CTAs wait for each other; it is 1 where there are more `os_threads`.
     `races` looks for accesses that nothing orders; a launch is faster without. `instruction_limit` is per CTA.
 
     EmulatorError for PTX that does not parse, a launch that does not fit the kernel, and whatever a kernel must not do:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dsagen.errors import EmulatorError
@@ -58,9 +58,9 @@ class Memory:
     ) -> int:
         """Register a contiguous numpy array or CPU torch tensor; returns the device address of its first element.
 
-        The kernel reads and writes the array itself. Of a buffer that is not `initialised` a kernel may read only what
-        it, or an earlier launch with this memory, has written: outputs and workspaces. EmulatorError for an array that is not contiguous, is not on the
-        CPU or cannot be written, and for an address that another buffer covers.
+        The kernel reads and writes the array itself. Of a buffer that is not `initialised`, an output or a workspace,
+        it may read only what it, or an earlier launch with this memory, has written. EmulatorError for an array that is
+        not contiguous, is not on the CPU or cannot be written, and for an address that another buffer covers.
         """
         host, size = _location(name, array, writable)
         begin = self._next if address is None else address
@@ -73,6 +73,18 @@ class Memory:
         self.buffers.append(Buffer(name, begin, size, host, writable, after_wait, array, valid))
         self._next = max(self._next, (begin + size + 2 * _GAP - 1) // _GAP * _GAP)
         return begin
+
+    def after(self, *names: str) -> Memory:
+        """The same buffers as the next grid finds them: those named were written by the grid before.
+
+        A kernel may touch them past its griddepcontrol.wait only.
+        """
+        out = Memory()
+        out._next = self._next
+        out.buffers = [replace(buffer, after_wait=buffer.name in names) for buffer in self.buffers]
+        for name in names:
+            out.address(name)
+        return out
 
     def address(self, name: str) -> int:
         """Device address of a registered buffer."""

@@ -216,7 +216,7 @@ def test_copies_in_groups() -> None:
 
 def test_a_copy_that_is_not_waited_for() -> None:
     for seed in range(3):
-        with pytest.raises(EmulatorError, match="asynchronous copy has not been waited for|had copied asynchronously"):
+        with pytest.raises(EmulatorError, match=r"asynchronous copy has not been waited for|had copied asynchronously"):
             copied(COPY + "cp.async.wait_group 1;", seed=seed)
 
 

@@ -111,9 +111,9 @@ def test_the_same_seed_stops_at_the_same_places(schedule: str) -> None:
 
 def test_a_session_reports_faults_and_how_to_repeat_them() -> None:
     memory = Memory()
-    with Session(kernel("trap;"), "k", 1, 32, bytes(8), 0, memory, seed=9, schedule="priorities") as session:
-        with pytest.raises(EmulatorError, match=r"(?s)k: trap.*\(seed 9, schedule priorities, 1 resident\)"):
-            session.run()
+    session = Session(kernel("trap;"), "k", 1, 32, bytes(8), 0, memory, seed=9, schedule="priorities")
+    with session, pytest.raises(EmulatorError, match=r"(?s)k: trap.*\(seed 9, schedule priorities, 1 resident\)"):
+        session.run()
 
 
 def last_cta(before: str, after: str, order: str = "", **options: int) -> list[int]:

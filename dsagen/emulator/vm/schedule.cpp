@@ -51,9 +51,7 @@ bool Cta::run_in_turn() {
   for (u32 n = 0; n < count; n++) {
     Warp& w = warps[(first + n) % count];
     if (w.runnable == 0) continue;
-    if (leave_out && random.below(3) == 0)
-      worked = true;
-    else
+    if (!(leave_out && random.below(3) == 0))
       worked |= run_slice(w, shuffled ? 1 + random.below(longest) : kSlice);
   }
   return worked;
@@ -106,23 +104,23 @@ std::string Cta::describe_waiting() const {
     for (const Stand& stand : w.stands) {
       const NamedBarrier& barrier = barriers[stand.barrier];
       text += print("\n  warp %u, lanes %#x: at barrier %d, %u threads have arrived of ", w.index, stand.mask,
-                    stand.barrier, barrier.arrived);
+          stand.barrier, barrier.arrived);
       text += barrier.expected != 0 ? print("%u", barrier.expected) : std::string("all");
       text += ", " + place(*this, stand.pc);
     }
     if (w.parked != 0)
-      text += print("\n  warp %u, lanes %#x: wait for other lanes of the warp, ", w.index, w.parked)
-          + place(*this, w.pc[__builtin_ctz(w.parked)]);
+      text += print("\n  warp %u, lanes %#x: wait for other lanes of the warp, ", w.index, w.parked) + place(*this,
+          w.pc[__builtin_ctz(w.parked)]);
     if (w.runnable == 0) continue;
     if (w.polling == 0)
       text += print("\n  warp %u, lanes %#x: run at ", w.index, w.runnable) + place(*this, w.now);
     else if (w.polls_memory)
-      text += print("\n  warp %u, lanes %#x: look at %s again and again, ", w.index, w.runnable,
-                    name_address(*this, w.poll_address).c_str()) +
+      text += print("\n  warp %u, lanes %#x: look at %s again and again, ", w.index, w.runnable, name_address(*this,
+          w.poll_address).c_str()) +
               place(*this, w.poll_pc);
     else
       text += print("\n  warp %u, lanes %#x: wait for parity %u of the mbarrier at shared byte %lld (%s), ", w.index,
-                    w.runnable,
+          w.runnable,
                     w.poll_parity, static_cast<long long>(w.poll_address) - kSharedReserve,
                     describe_mbarrier(*this, static_cast<u32>(w.poll_address)).c_str()) + place(*this, w.poll_pc);
   }
@@ -218,7 +216,7 @@ void Machine::report_standstill() {
       text += print("\n in CTA (%u, %u, %u)", cta->id[0], cta->id[1], cta->id[2]);
     else
       text += print("%sdeadlock in CTA (%u, %u, %u): nothing can run and no copy is under way",
-                    text.empty() ? "" : "\n ", cta->id[0],
+          text.empty() ? "" : "\n ", cta->id[0],
                     cta->id[1], cta->id[2]);
     text += cta->describe_waiting();
   }
