@@ -105,5 +105,6 @@ CALL_RULES: Mapping[str, str] = {
     "T-13": "DSAGEN_CHECK_INDICES, which waits for the device, is not set during CUDA graph capture",
     "T-14": "a tensor's values lie in strided memory as they are: no sparse or nested layout, no freed storage, no "
     "transform of torch around it, no negation that is still to be done",
+    "T-16": "explain of topk takes the width of a row",
     "T-15": "topk takes page_table or candidate_blocks, and page_size, table_of_row and table_starts with page_table",
 }

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from dsagen.bench.data import BENCH_FORMATS, DecodeCase
+from dsagen.bench.topk_data import TopkBenchCase
 from dsagen.errors import SpecError
 from dsagen.spec import DeploymentSpec
 
@@ -11,6 +14,24 @@ S_Q = 1
 TOPK = 2048
 KV_TOKENS = 32 << 10
 PAGE_SIZE = 64
+
+# Rows and widths of top-k. The first of each dtype have a goal in topk_figures.
+TOPK_SHAPES = {
+    "fp32": (
+        (1, 32 << 10),
+        (128, 32 << 10),
+        (64, 128 << 10),
+        (128, 128 << 10),
+        (4096, 32 << 10),
+        (1, 128 << 10),
+        (16, 128 << 10),
+    ),
+    "bf16": ((128, 32 << 10), (128, 128 << 10), (1, 128 << 10), (16, 128 << 10)),
+}
+TOPK_SLOTS = 2048
+# Fewer slots, in the default mode only.
+FEWER_SLOTS = (512, 1024)
+FEWER_SLOTS_SHAPES = ((128, 32 << 10), (1, 128 << 10), (16, 128 << 10))
 
 
 def decode_cases(spec: DeploymentSpec) -> list[DecodeCase]:
@@ -34,3 +55,16 @@ def decode_cases(spec: DeploymentSpec) -> list[DecodeCase]:
         )
         for batch in BATCHES
     ]
+
+
+def topk_cases(spec: DeploymentSpec, score: str, modes: Sequence[str]) -> list[TopkBenchCase]:
+    """Selections from scores of one dtype, in every mode that is offered; slots as far as the spec's capacity goes.
+
+    `modes` are weakest first. What fewer slots cost is measured in one of them: `set` where there is one, the default.
+    """
+    capacity = spec.selected_topk
+    default = "set" if "set" in modes else modes[-1]
+    slots = min(TOPK_SLOTS, capacity)
+    cases = [TopkBenchCase(score, *shape, slots, mode) for shape in TOPK_SHAPES[score] for mode in modes]
+    fewer = [k for k in FEWER_SLOTS if k < slots]
+    return cases + [TopkBenchCase(score, *shape, k, default) for k in fewer for shape in FEWER_SLOTS_SHAPES]

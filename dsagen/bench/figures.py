@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 from dsagen.arch import Arch, DeviceFigures
 from dsagen.bench.data import DecodeCase
+from dsagen.plan import KernelPlan
+from dsagen.slug import parse_slug
+from dsagen.spec import DeploymentSpec
 
 CaseKey = tuple[tuple[str, Any], ...]
 
@@ -24,6 +27,66 @@ class PeerFigure:
     version: str
     gpu_us: float | None
     note: str = ""
+
+
+class Figures(Protocol):
+    """One case of any op on one device, as a table, a record and a comparison need it."""
+
+    @property
+    def op(self) -> str:
+        """The measured op."""
+
+    @property
+    def spec(self) -> str:
+        """Name of the spec."""
+
+    @property
+    def device(self) -> str:
+        """Name that the driver gives."""
+
+    @property
+    def arch(self) -> str:
+        """Arch of the kernels that ran."""
+
+    @property
+    def gpu_us(self) -> float:
+        """GPU time per call."""
+
+    @property
+    def peers(self) -> tuple[PeerFigure, ...]:
+        """Other libraries on the same inputs."""
+
+    @property
+    def record_us(self) -> float | None:
+        """GPU time of the last record, None without one."""
+
+    @property
+    def slower(self) -> bool:
+        """Whether the case takes notably longer than its last record."""
+
+    @property
+    def missed(self) -> tuple[str, ...]:
+        """Goals that are not reached, in words."""
+
+    @property
+    def title(self) -> str:
+        """The case in words, such as "batch 4"."""
+
+    @property
+    def header(self) -> tuple[str, ...]:
+        """Titles of the table's columns."""
+
+    def cells(self) -> tuple[str, ...]:
+        """The table's row."""
+
+    def measured_spec(self, spec: DeploymentSpec) -> DeploymentSpec:
+        """The spec whose kernels ran, of the spec that was asked for."""
+
+    def took_part(self, plan: KernelPlan) -> bool:
+        """Whether a kernel ran in the case."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for `--json` and evidence; the case under "case", its GPU time under "gpu_us"."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +113,63 @@ class DecodeFigures:
     peers: tuple[PeerFigure, ...] = ()
     record_us: float | None = None
 
+    op: ClassVar[str] = "sparse_decode"
+    header: ClassVar[tuple[str, ...]] = (
+        "batch",
+        "GPU us",
+        "spread",
+        "floor us",
+        "x floor",
+        "TB/s",
+        "TFLOP/s",
+        "CTAs",
+        "splits",
+        "issue us",
+        "wall us",
+        "last us",
+    )
+
+    @property
+    def arch(self) -> str:
+        """Arch of the kernels that ran."""
+        return parse_slug(self.slug).arch
+
+    @property
+    def missed(self) -> tuple[str, ...]:
+        """None are set."""
+        return ()
+
+    @property
+    def title(self) -> str:
+        """The case in words."""
+        return f"batch {self.case.batch}"
+
+    def cells(self) -> tuple[str, ...]:
+        """The table's row."""
+        return (
+            str(self.case.batch),
+            f"{self.gpu_us:.1f}",
+            f"{self.spread:.1%}",
+            number(self.floor_us, ".1f"),
+            number(self.floor_ratio, ".2f"),
+            f"{self.record_bytes_per_s / 1e12:.2f}",
+            f"{self.flops_per_s / 1e12:.0f}",
+            str(self.ctas),
+            str(self.num_splits),
+            f"{self.issue_us:.1f}",
+            f"{self.wall_us:.1f}",
+            number(self.record_us, ".1f"),
+        )
+
+    def measured_spec(self, spec: DeploymentSpec) -> DeploymentSpec:
+        """The spec itself."""
+        return spec
+
+    def took_part(self, plan: KernelPlan) -> bool:
+        """The main kernel, and the combine where rows were split."""
+        combines = (plan.variant.family, plan.variant.kernel) == (self.op, "combine")
+        return plan.slug == self.slug or (combines and self.num_splits > 1)
+
     @property
     def record_bytes_per_s(self) -> float:
         """Bytes of the selected cache rows per second of GPU time."""
@@ -68,7 +188,7 @@ class DecodeFigures:
     @property
     def slower(self) -> bool:
         """Whether the case takes notably longer than its last record."""
-        return self.record_us is not None and self.gpu_us > self.record_us * (1 + SLOWER_BY)
+        return is_slower(self.gpu_us, self.record_us)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for `--json` and evidence."""
@@ -90,6 +210,16 @@ class DecodeFigures:
             "record_us": self.record_us,
             "peers": [asdict(peer) for peer in self.peers],
         }
+
+
+def is_slower(gpu_us: float, record_us: float | None) -> bool:
+    """Whether a time exceeds its last record by more than replays of one build differ."""
+    return record_us is not None and gpu_us > record_us * (1 + SLOWER_BY)
+
+
+def number(value: float | None, form: str) -> str:
+    """A table's cell; "-" where there is no value."""
+    return "-" if value is None else format(value, form)
 
 
 def floor_us(case: DecodeCase, figures: DeviceFigures) -> float:

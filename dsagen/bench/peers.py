@@ -12,18 +12,14 @@ from __future__ import annotations
 
 import difflib
 import functools
-import importlib
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from types import ModuleType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from dsagen import knobs
 from dsagen.bench.data import DecodeCase, DecodeInputs
+from dsagen.bench.peer_import import import_peer
 from dsagen.errors import SpecError
 
 DecodeCall = Callable[[], tuple[Tensor, Tensor | None]]
@@ -70,7 +66,7 @@ class SglFlashMla:
     @property
     def version(self) -> str:
         """Version of the imported library."""
-        return str(_import_peer(self).__version__)
+        return str(import_peer(self).__version__)
 
     def label(self, case: DecodeCase) -> str:
         """Says when heads are padded."""
@@ -90,7 +86,7 @@ class SglFlashMla:
     def bind(self, case: DecodeCase, inputs: Sequence[DecodeInputs]) -> list[DecodeCall]:
         """Pads q with zero heads; the scheduler metadata is made by the first call and reused, as across layers."""
         _check_bindable(self, case, inputs)
-        library = _import_peer(self)
+        library = import_peer(self)
         metadata, _ = library.get_mla_metadata()
         heads, padded = case.heads, self._padded_heads(case) or case.heads
 
@@ -135,7 +131,7 @@ class FlashInferFa3:
     @property
     def version(self) -> str:
         """Version of the imported library."""
-        return str(_import_peer(self).__version__)
+        return str(import_peer(self).__version__)
 
     def label(self, case: DecodeCase) -> str:
         """Says that the cache is bf16 where the case's is not."""
@@ -150,7 +146,7 @@ class FlashInferFa3:
     def bind(self, case: DecodeCase, inputs: Sequence[DecodeInputs]) -> list[DecodeCall]:
         """Splits q and the cache into latent and rotary parts and plans every input set."""
         _check_bindable(self, case, inputs)
-        mla = _import_peer(self).mla
+        mla = import_peer(self).mla
         workspace = torch.empty(self.WORKSPACE_BYTES, dtype=torch.uint8, device=inputs[0].q.device)
         caches: dict[int, tuple[Tensor, Tensor]] = {}
         calls: list[DecodeCall] = []
@@ -214,42 +210,6 @@ def peer(name: str) -> Peer:
     close = difflib.get_close_matches(name, names, n=1)
     hint = f" (did you mean {close[0]}?)" if close else ""
     raise SpecError(f"unknown peer {name!r}{hint}: known are {', '.join(names)}")
-
-
-class _Library(Protocol):
-    name: str
-    requirement: str
-    module: str
-
-
-def _import_peer(library: _Library) -> ModuleType:
-    """The peer's module, from the environment or from DSAGEN_PEER_SITE."""
-    site = knobs.PEER_SITE.get()
-    if site is not None and site not in sys.path:
-        sys.path.append(site)
-    try:
-        module = importlib.import_module(library.module)
-    # A library built for another torch fails in the dynamic loader, which torch reports as OSError or RuntimeError.
-    except (ImportError, OSError, RuntimeError) as error:
-        where = f"DSAGEN_PEER_SITE is {site}" if site is not None else "DSAGEN_PEER_SITE is not set"
-        raise SpecError(
-            f"peer {library.name}: cannot import {library.module} ({type(error).__name__}: {error}); {where}. "
-            f"`pip install --target FOLDER {library.requirement}` and set DSAGEN_PEER_SITE=FOLDER, or leave it out"
-        ) from None
-    _check_origin(library, module, site)
-    return module
-
-
-def _check_origin(library: _Library, module: ModuleType, site: str | None) -> None:
-    """An installed copy must not stand in for the one that the knob names."""
-    origin = getattr(module, "__file__", None)
-    if site is None or origin is None or not (Path(site) / library.module).is_dir():
-        return
-    if not Path(origin).resolve().is_relative_to(Path(site).resolve()):
-        raise SpecError(
-            f"peer {library.name}: DSAGEN_PEER_SITE={site} has {library.module}, but {origin} comes first on the "
-            "import path. Unset DSAGEN_PEER_SITE to measure that one, or uninstall it"
-        )
 
 
 def _check_bindable(library: Peer, case: DecodeCase, inputs: Sequence[DecodeInputs]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from dsagen.bench.figures import CaseKey, DecodeFigures, case_key
+from dsagen.bench.figures import CaseKey, Figures, case_key
 from dsagen.build import Store
 from dsagen.check.recording import driver_version
 from dsagen.errors import StoreError
@@ -13,7 +13,6 @@ from dsagen.evidence import EvidenceRow, load_evidence, read_rows, record, row_f
 from dsagen.matrix import expand
 from dsagen.plan import KernelPlan
 from dsagen.render import render
-from dsagen.slug import parse_slug
 from dsagen.spec import DeploymentSpec
 
 
@@ -33,7 +32,7 @@ def last_times_us(device: str, file: Path | None = None, store: Store | None = N
 
 
 def record_figures(
-    spec: DeploymentSpec, figures: Sequence[DecodeFigures], file: Path | None = None, store: Store | None = None
+    spec: DeploymentSpec, figures: Sequence[Figures], file: Path | None = None, store: Store | None = None
 ) -> tuple[Path, ...]:
     """Append one row for each kernel that ran in a spec's cases to the store's evidence, or to `file`.
 
@@ -43,10 +42,8 @@ def record_figures(
     store = store or Store.open()
     driver = driver_version()
     rows = []
-    for plan in expand(spec, (parse_slug(figures[0].slug).arch,)).plans():
-        cases = [found for found in figures if _took_part(plan, found)]
-        if not cases:
-            continue
+    for plan in _plans_that_ran(spec, figures):
+        cases = [found for found in figures if found.took_part(plan)]
         unit = render(plan)
         entry = store.lookup(unit)
         if entry is None:
@@ -65,15 +62,20 @@ def record_figures(
     return record(rows, file, store)
 
 
-def slower_lines(figures: Sequence[DecodeFigures]) -> list[str]:
+def slower_lines(figures: Sequence[Figures]) -> list[str]:
     """A line for each case that takes notably longer than its last record."""
     return [
-        f"slower than the last record: {found.spec} batch {found.case.batch}: {found.gpu_us:.1f} us, was "
-        f"{found.record_us:.1f} us"
+        f"slower than the last record: {found.spec} {found.title}: {found.gpu_us:.1f} us, was {found.record_us:.1f} us"
         for found in figures
         if found.slower
     ]
 
 
-def _took_part(plan: KernelPlan, found: DecodeFigures) -> bool:
-    return plan.slug == found.slug or (plan.variant.kernel == "combine" and found.num_splits > 1)
+def _plans_that_ran(spec: DeploymentSpec, figures: Sequence[Figures]) -> list[KernelPlan]:
+    """Each kernel once, in the order of the matrices of what was measured."""
+    plans: dict[str, KernelPlan] = {}
+    for found in figures:
+        for plan in expand(found.measured_spec(spec), (found.arch,)).plans():
+            if found.took_part(plan):
+                plans.setdefault(plan.slug, plan)
+    return list(plans.values())

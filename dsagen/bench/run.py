@@ -1,4 +1,4 @@
-"""The sweep: every case of a deployment checked against the fp64 reference, then timed, beside its peers if asked."""
+"""Measuring sparse decode: cases checked against the fp64 reference, then timed, beside their peers if asked."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from dsagen.bench.figures import CaseKey, DecodeFigures, PeerFigure, case_key, f
 from dsagen.bench.peers import PEERS, DecodeCall, Peer
 from dsagen.bench.timing import eager_cost_us, graph_time_us, input_sets_for
 from dsagen.check.compare import Gates, compare_decode
-from dsagen.errors import CheckFailed, DeviceError, SpecError
+from dsagen.errors import CheckFailed
 from dsagen.families.sparse_decode.reference import DecodeReference, sparse_decode_reference
-from dsagen.runtime.sparse_decode import OP, SparseDecodePlan
+from dsagen.runtime.sparse_decode import SparseDecodePlan
 from dsagen.spec import DeploymentSpec
 
 # Query tokens of a case that are compared with the reference before it is timed.
@@ -54,7 +54,7 @@ class _Prepared:
     expected: DecodeReference
 
 
-def run_sweep(
+def sweep_decode(
     specs: Sequence[DeploymentSpec],
     *,
     with_peers: bool = False,
@@ -62,17 +62,12 @@ def run_sweep(
     records: Records | None = None,
     progress: Progress = lambda _: None,
 ) -> list[DecodeFigures]:
-    """Measure every case of the specs on the current device.
+    """Measure every case of specs with the op on the current device.
 
     `records` maps a case's key to the GPU time of its last record. Raises DeviceError without a device that the
-    specs declare, SpecError for a spec without the op, CheckFailed when an output is wrong. A peer that is missing,
-    refuses or is wrong becomes a note.
+    specs declare, SpecError for a KV format without benchmark data, CheckFailed when an output is wrong. A peer that
+    is missing, refuses or is wrong becomes a note.
     """
-    for spec in specs:
-        if OP not in spec.ops:
-            raise SpecError(
-                f"{spec.name}: bench measures {OP}, and the spec's ops are {', '.join(spec.ops)}: leave it out"
-            )
     figures: list[DecodeFigures] = []
     pool: KvPool | None = None
     pool_format = ""
@@ -92,15 +87,6 @@ def run_sweep(
             peers = tuple(measure_peer(peer, prepared) for peer in PEERS) if with_peers else ()
             figures.append(_with_context(found, peers, records or {}))
     return figures
-
-
-def current_device_name() -> str:
-    """The name of torch's current device; DeviceError without one."""
-    if not torch.cuda.is_available():
-        raise DeviceError(
-            "no CUDA device: a benchmark needs a GPU that the spec declares; `dsagen build` works without"
-        )
-    return torch.cuda.get_device_name()
 
 
 def measure_peer(peer: Peer, prepared: _Prepared) -> PeerFigure:

@@ -24,13 +24,14 @@ from dsagen.check.host import host_proofs
 from dsagen.check.probes import CaseRun, NotRunError, WrongResultError
 from dsagen.check.recording import record_report
 from dsagen.check.report import CaseResult, CheckReport
+from dsagen.check.topk_calls import TopkKernels, offered_modes
 from dsagen.check.topk_cases import MOST_SLOTS, TopkCase, topk_cases
-from dsagen.check.topk_run import TopkKernels, TopkRun
+from dsagen.check.topk_run import TopkRun
 from dsagen.dtype import E4M3
 from dsagen.errors import DeviceError, DsagenError, KnobError, SpecError
 from dsagen.matrix import expand
 from dsagen.plan import KernelPlan
-from dsagen.runtime.api import load
+from dsagen.runtime.api import Kernels, load
 from dsagen.spec import DeploymentSpec, load_spec
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | DeploymentSpec
@@ -190,7 +191,10 @@ def cases_of(spec: DeploymentSpec, arch: str, tier: Tier, only: str | None = Non
     matrix.require_complete()
     cases: tuple[Case, ...] = ()
     for op in spec.ops:
-        cases += topk_cases(tier) if op == TopkCase.op else _decode_cases(spec, main_plan(matrix.plans()), arch, tier)
+        if op == TopkCase.op:
+            cases += topk_cases(tier, offered_modes(Kernels.topk))
+        else:
+            cases += _decode_cases(spec, main_plan(matrix.plans()), arch, tier)
     if only is None:
         return cases
     chosen = tuple(case for case in cases if fnmatch.fnmatchcase(case.name, only))

@@ -4,96 +4,105 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from dsagen.check.probes import NotRunError, WrongResultError
-from dsagen.check.topk_cases import FAR_ROW_ELEMENTS, REPEATS, Ids, Probe, Scores, TopkCase, Windows
+from dsagen.check.topk_calls import ORDER, SET, TopkCalls, TopkKernels, topk_calls
+from dsagen.check.topk_cases import FAR_OUT_ELEMENTS, REPEATS, Probe, TopkCase
+from dsagen.check.topk_inputs import TopkInputs, make_inputs, poison_outside
 from dsagen.families.topk.op import CANDIDATE_BLOCK
 from dsagen.families.topk.reference import NONE, topk_reference, translate_reference
-from dsagen.spec import DeploymentSpec
 
 _POISON = -77
-_GAP = 5  # columns behind each row of scores and outputs
-_REPLAYS = 3
+_GAP = 5  # columns behind each row of outputs
+_REPLAYS = 4
+# Columns of the longest row while a graph is captured; replays have longer ones.
+_CAPTURED_COLUMNS = 1000
+_CHURN_BYTES = 64 << 20
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-
-class TopkKernels(Protocol):
-    """What a check needs of loaded kernels; `dsagen.load` gives it."""
-
-    @property
-    def spec(self) -> DeploymentSpec: ...  # noqa: D102
-    def prepare(self) -> None: ...  # noqa: D102
-    def topk(self, scores: Tensor, *, k: int, **options: Any) -> Tensor: ...  # noqa: D102
-
-
-@dataclass(frozen=True)
-class TopkInputs:
-    """A call's tensors: scores, the window's by name, the transform's by name."""
-
-    scores: Tensor
-    windows: dict[str, Tensor]
-    transform: dict[str, Any]
-
-    def copy_from(self, other: TopkInputs) -> None:
-        """Take another's contents, in place."""
-        self.scores.copy_(other.scores)
-        for name, tensor in self.windows.items():
-            tensor.copy_(other.windows[name])
-        for name, value in self.transform.items():
-            if isinstance(value, Tensor):
-                value.copy_(other.transform[name])
+Run = Callable[[], None]
 
 
 @dataclass(frozen=True)
 class TopkOutputs:
-    """Poisoned outputs in rows with a gap behind them."""
+    """Poisoned outputs in rows with a gap behind them; raw and counts may be left out."""
 
     out: Tensor
-    raw: Tensor
-    counts: Tensor
+    raw: Tensor | None
+    counts: Tensor | None
 
     @classmethod
-    def make(cls, rows: int, k: int, device: torch.device) -> TopkOutputs:
-        """Outputs for rows of k slots."""
+    def make(cls, case: TopkCase, device: torch.device) -> TopkOutputs:
+        """Outputs of a case."""
 
         def poisoned(*shape: int) -> Tensor:
             return torch.full(shape, _POISON, dtype=torch.int32, device=device)
 
-        return cls(poisoned(rows, k + _GAP), poisoned(rows, k + _GAP), poisoned(rows))
+        columns = case.k + _GAP
+        if case.far_out:
+            buffer = torch.empty((case.rows - 1) * FAR_OUT_ELEMENTS + columns, dtype=torch.int32, device=device)
+            out = buffer.as_strided((case.rows, columns), (FAR_OUT_ELEMENTS, 1)).fill_(_POISON)
+        else:
+            out = poisoned(case.rows, columns)
+        return cls(out, poisoned(case.rows, columns), poisoned(case.rows)) if case.extras else cls(out, None, None)
 
     def poison(self) -> None:
         """As if nothing had been written."""
         for tensor in (self.out, self.raw, self.counts):
-            tensor.fill_(_POISON)
+            if tensor is not None:
+                tensor.fill_(_POISON)
+
+
+def cuda_capture(call: Run, device: torch.device) -> Run:
+    """The call as a captured graph, to be replayed. NotRunError without a CUDA device."""
+    if device.type != "cuda":
+        raise NotRunError("needs a CUDA device")
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    with torch.cuda.graph(graph, stream=stream):
+        call()
+
+    def replay() -> None:
+        graph.replay()
+        torch.cuda.synchronize(device)
+
+    return replay
 
 
 @dataclass(frozen=True)
 class TopkRun:
-    """One case on one device. `kernels` loads the kernels that the case needs; `seed` decides every draw."""
+    """One case on one device. `kernels` loads the kernels that the case needs; `seed` decides every draw.
+
+    `capture` makes of a call what replays it.
+    """
 
     case: TopkCase
     kernels: Callable[[TopkCase], TopkKernels]
     device: torch.device
     seed: int
+    capture: Callable[[Run, torch.device], Run] = cuda_capture
 
     def run(self) -> None:
         """Run and compare. WrongResultError for a wrong result, NotRunError for want of a device."""
         kernels = self.kernels(self.case)
-        outputs = TopkOutputs.make(self.case.rows, self.case.k, self.device)
         match self.case.probe:
-            case Probe.GRAPH:
-                self._replay(kernels, outputs)
-            case Probe.REPEATED:
-                self._repeat(kernels, outputs)
             case Probe.PLAIN:
-                inputs = self.inputs(kernels)
-                self.call(kernels, inputs, outputs)
-                self.compare(inputs, outputs)
+                self._plain(kernels, self.inputs(kernels))
+            case Probe.REPEATED:
+                self._repeat(kernels)
+            case Probe.GRAPH:
+                self._replay(kernels)
+            case Probe.PERMUTED:
+                self._permute(kernels)
+            case Probe.ALONE:
+                self._alone(kernels)
 
     def inputs(self, kernels: TopkKernels, variation: int = 0) -> TopkInputs:
         """The inputs of the case, or others of the same shapes."""
@@ -102,17 +111,22 @@ class TopkRun:
         assert kernels.spec.scores is not None
         return make_inputs(self.case, _DTYPES[kernels.spec.scores], self.device, generator)
 
-    def call(self, kernels: TopkKernels, inputs: TopkInputs, outputs: TopkOutputs) -> None:
+    def calls(self, kernels: TopkKernels, rows: int | None = None) -> TopkCalls:
+        """Calls of the case's shape, or of other rows."""
+        case = self.case
+        return topk_calls(kernels, case.rows if rows is None else rows, case.width, case.k, case.mode)
+
+    def call(self, calls: TopkCalls, inputs: TopkInputs, outputs: TopkOutputs) -> None:
         """Run the op on the current stream."""
         k = self.case.k
         out = outputs.out[:, :k]
-        found = kernels.topk(
+        wanted = {"raw": None if outputs.raw is None else outputs.raw[:, :k], "counts": outputs.counts}
+        extras = {name: tensor for name, tensor in wanted.items() if tensor is not None}
+        found = calls(
             inputs.scores,
-            k=k,
             drop_neg_inf=self.case.drop_neg_inf,
             out=out,
-            raw=outputs.raw[:, :k],
-            counts=outputs.counts,
+            **extras,
             **inputs.windows,
             **inputs.transform,
         )
@@ -123,157 +137,130 @@ class TopkRun:
         """WrongResultError for the first slot that differs from the reference, or a write outside of the slots."""
         case = self.case
         indices, counts = topk_reference(inputs.scores, case.k, drop_neg_inf=case.drop_neg_inf, **inputs.windows)
+        if outputs.counts is not None:
+            _require_equal("counts", outputs.counts[:, None], counts[:, None])
+        if case.mode != ORDER:
+            assert outputs.raw is not None, "what weaker promises leave open is judged by raw"
+            indices = self._admissible(inputs, outputs.raw[:, : case.k].long(), indices, counts)
         transform = dict(inputs.transform)
         if "candidate_blocks" in transform:
             transform = {"page_table": transform["candidate_blocks"], "page_size": CANDIDATE_BLOCK}
-        gap = torch.full((case.rows, _GAP), _POISON, device=self.device)
-        _require_equal("counts", outputs.counts[:, None], counts[:, None])
-        _require_equal("raw", outputs.raw, torch.cat([indices, gap], 1))
+        gap = torch.full((len(indices), _GAP), _POISON, device=self.device)
+        if outputs.raw is not None:
+            _require_equal("raw", outputs.raw, torch.cat([indices, gap], 1))
         _require_equal("out", outputs.out, torch.cat([translate_reference(indices, **transform), gap], 1))
 
-    def _repeat(self, kernels: TopkKernels, outputs: TopkOutputs) -> None:
-        inputs = self.inputs(kernels)
-        self.call(kernels, inputs, outputs)
+    def _admissible(self, inputs: TopkInputs, raw: Tensor, indices: Tensor, counts: Tensor) -> Tensor:
+        """`raw` if it keeps the case's promise against the reference; WrongResultError otherwise."""
+        case = self.case
+        behind = torch.arange(case.k, device=self.device) >= counts[:, None]
+        _require_equal("raw behind the count", torch.where(behind, raw, 0), torch.where(behind, NONE, 0))
+        _require_equal("raw before the count", (raw < 0) & ~behind, torch.zeros_like(raw))
+        if not case.drop_neg_inf:
+            # A row that is taken whole is not read, so there is nothing that could change its order.
+            whole = counts < case.k
+            _require_equal("raw of whole rows", raw[whole], indices[whole])
+        ordered = torch.where(raw < 0, case.width, raw).sort(-1).values
+        wanted = torch.where(indices < 0, case.width, indices)
+        if case.mode == SET:
+            _require_equal("raw as a set", ordered, wanted)
+            return raw
+        if bool(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] < case.width)).any()):
+            raise WrongResultError("raw has an index twice")
+        if bool((raw >= case.width).any()):
+            raise WrongResultError("raw has an index past the row")
+        for name, found, want in zip(
+            ("NaN", "scores"), _values(inputs, ordered, counts), _values(inputs, wanted, counts), strict=True
+        ):
+            if not torch.equal(found, want):
+                row = int((found != want).reshape(case.rows, -1).any(-1).nonzero()[0])
+                raise WrongResultError(f"raw[{row}] does not select the {name} that a sort does")
+        return raw
+
+    def _plain(self, kernels: TopkKernels, inputs: TopkInputs) -> TopkOutputs:
+        outputs = TopkOutputs.make(self.case, self.device)
+        self.call(self.calls(kernels), inputs, outputs)
         self.compare(inputs, outputs)
-        first = outputs.out.clone()
+        return outputs
+
+    def _repeat(self, kernels: TopkKernels) -> None:
+        inputs, outputs = self.inputs(kernels), TopkOutputs.make(self.case, self.device)
+        calls = self.calls(kernels)
+        self.call(calls, inputs, outputs)
+        self.compare(inputs, outputs)
+        # Without a promised order the set is what repeats.
+        first = outputs.out.clone() if self.case.mode == ORDER else outputs.out.sort(-1).values
         for number in range(2, REPEATS + 1):
             outputs.poison()
-            self.call(kernels, inputs, outputs)
-            _require_equal(f"run {number}: out", outputs.out, first.long())
+            self.call(calls, inputs, outputs)
+            again = outputs.out if self.case.mode == ORDER else outputs.out.sort(-1).values
+            _require_equal(f"run {number}: out", again, first.long())
 
-    def _replay(self, kernels: TopkKernels, outputs: TopkOutputs) -> None:
-        if self.device.type != "cuda":
-            raise NotRunError("needs a CUDA device")
+    def _replay(self, kernels: TopkKernels) -> None:
         kernels.prepare()
-        inputs = self.inputs(kernels)
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
-            self.call(kernels, inputs, outputs)
-        torch.cuda.current_stream(self.device).wait_stream(stream)
-        with torch.cuda.graph(graph, stream=stream):
-            self.call(kernels, inputs, outputs)
-        for replay in range(_REPLAYS):
-            inputs.copy_from(self.inputs(kernels, variation=replay))
+        inputs, outputs = self.inputs(kernels), TopkOutputs.make(self.case, self.device)
+        # What a host decides by lengths would be decided for short rows.
+        inputs.windows["lengths"].clamp_(max=_CAPTURED_COLUMNS)
+        poison_outside(inputs.scores, inputs.windows)
+        calls = self.calls(kernels)
+        replay = self.capture(lambda: self.call(calls, inputs, outputs), self.device)
+        for number in range(_REPLAYS):
+            inputs.copy_from(self.inputs(kernels, variation=number))
             outputs.poison()
-            graph.replay()
-            torch.cuda.synchronize(self.device)
+            churned = self._churn()
+            replay()
+            del churned
             self.compare(inputs, outputs)
 
+    def _churn(self) -> list[Tensor]:
+        """Fresh allocations full of ones: whatever a capture let go of is written over."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        sizes = (1 << 10, 1 << 16, 1 << 20, _CHURN_BYTES)
+        return [torch.full((size,), 0xFF, dtype=torch.uint8, device=self.device) for size in sizes for _ in range(4)]
 
-def make_inputs(case: TopkCase, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> TopkInputs:
-    """Random inputs of a case. Everything outside of the rows is NaN."""
-    windows = _windows(case, device, generator)
-    stride = FAR_ROW_ELEMENTS if case.far else case.width + _GAP
-    elements = case.misaligned + (case.rows - 1) * stride + case.width + _GAP
-    # A far row's gap is too large to be filled.
-    buffer = torch.empty(elements, dtype=dtype, device=device)
-    if not case.far:
-        buffer.fill_(torch.nan)
-    scores = buffer.as_strided((case.rows, case.width), (stride, 1), case.misaligned)
-    scores.copy_(_scores(case, device, generator))
-    if case.windows is Windows.BOTH:
-        column = torch.arange(case.width, device=device)
-        first, last = windows["starts"][:, None], (windows["starts"] + windows["lengths"])[:, None]
-        outside = (column < first) | (column >= last)
-        scores[outside] = torch.where(column % 2 == 0, torch.nan, torch.inf).to(dtype).expand(case.rows, -1)[outside]
-    return TopkInputs(scores, windows, _transform(case, device, generator))
+    def _permute(self, kernels: TopkKernels) -> None:
+        """The same scores in columns of another order: both results are right, and hold equal scores."""
+        inputs = self.inputs(kernels)
+        first = self._plain(kernels, inputs)
+        generator = torch.Generator(self.device)
+        generator.manual_seed(self.seed)
+        order = torch.randperm(self.case.width, device=self.device, generator=generator)
+        moved = replace(inputs, scores=inputs.scores[:, order].contiguous())
+        second = self._plain(kernels, moved)
+        k, whole = self.case.k, torch.full((self.case.rows,), self.case.k, device=self.device)
+        found = _values(inputs, first.out[:, :k].long(), whole), _values(moved, second.out[:, :k].long(), whole)
+        if not all(torch.equal(one, other) for one, other in zip(*found, strict=True)):
+            raise WrongResultError("columns in another order select other scores")
 
-
-def _windows(case: TopkCase, device: torch.device, generator: torch.Generator) -> dict[str, Tensor]:
-    if case.windows is Windows.WHOLE:
-        return {}
-
-    def draw(most: int) -> Tensor:
-        return torch.randint(0, most + 1, (case.rows,), device=device, generator=generator, dtype=torch.int32)
-
-    lengths = draw(case.width)
-    special = torch.tensor([case.width, 0, case.k - 1, case.k, case.k + 1, -3, 1], dtype=torch.int32, device=device)
-    special = special[: case.rows].clamp(max=case.width)
-    lengths[: len(special)] = special
-    if case.windows is Windows.LENGTHS:
-        return {"lengths": lengths}
-    starts = torch.minimum(draw(case.width), case.width - lengths.clamp(min=0))
-    return {"lengths": lengths, "starts": starts.to(torch.int32)}
-
-
-def _scores(case: TopkCase, device: torch.device, generator: torch.Generator) -> Tensor:
-    """fp32 [rows, width]."""
-    shape = (case.rows, case.width)
-
-    def normal() -> Tensor:
-        return torch.randn(shape, device=device, generator=generator)
-
-    def integers(low: int, high: int) -> Tensor:
-        return torch.randint(low, high, shape, device=device, generator=generator)
-
-    def from_bits(bits: Tensor) -> Tensor:
-        return bits.to(torch.int32).view(torch.float32)
-
-    def choose(*values: float) -> Tensor:
-        return torch.tensor(values, device=device)[integers(0, len(values))]
-
-    column = torch.arange(case.width, device=device).expand(shape)
-    match case.scores:
-        case Scores.NORMAL:
-            return normal()
-        case Scores.LOW_10_BITS:
-            return from_bits(0x3F900000 + integers(0, 1 << 10))
-        case Scores.LOW_21_BITS:
-            return from_bits(0x3F800000 + integers(0, 1 << 21))
-        case Scores.ONE_BIN:
-            return from_bits(0x3F912344 + integers(0, 2))
-        case Scores.CONSTANT:
-            return torch.full(shape, 3.25, device=device)
-        case Scores.ASCENDING:
-            return column.float()
-        case Scores.DESCENDING:
-            return -column.float()
-        case Scores.TWO_VALUES:
-            return choose(1.0, 2.0)
-        case Scores.PLATEAU:
-            return (normal() - 2.0).relu()
-        case Scores.ZEROS:
-            return choose(0.0, -0.0, 0.0, -0.0, 0.0, -0.0, 1e-45, -1e-45)
-        case Scores.ANY_BITS:
-            return from_bits(integers(-(1 << 31), 1 << 31))
-        case Scores.SOME_NAN:
-            return normal().masked_fill(integers(0, 3) > 0, torch.nan)
-        case Scores.ALL_NAN:
-            return from_bits(0x7FC00000 + integers(0, 1 << 22))
-        case Scores.ALL_NEG_INF:
-            return torch.full(shape, -torch.inf, device=device)
-        case Scores.NEG_INF_TAIL:
-            return normal().masked_fill(column >= case.width // 40, -torch.inf)
-        case Scores.INFINITIES:
-            return choose(torch.inf, -torch.inf, -torch.inf, -torch.inf, 1.0, torch.nan)
+    def _alone(self, kernels: TopkKernels) -> None:
+        """Rows in batches of other sizes, so on other grids: as in the whole batch."""
+        assert not self.inputs(kernels).transform, "tables would have to be split too"
+        case, inputs = self.case, self.inputs(kernels)
+        whole = self._plain(kernels, inputs)
+        for size in (1, case.rows - 1):
+            for first in range(0, case.rows - size + 1, size):
+                part = slice(first, first + size)
+                some = TopkInputs(
+                    inputs.scores[part],
+                    {name: tensor[part] for name, tensor in inputs.windows.items()},
+                    inputs.transform,
+                )
+                outputs = TopkOutputs.make(replace(case, rows=size), self.device)
+                self.call(self.calls(kernels, rows=size), some, outputs)
+                name = f"rows {first}..{first + size - 1} in a batch of {size} instead of {case.rows}: out"
+                _require_equal(name, outputs.out, whole.out[part].long())
 
 
-def _transform(case: TopkCase, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
-    def draw(low: int, high: int, *shape: int) -> Tensor:
-        return torch.randint(low, high, shape, device=device, generator=generator, dtype=torch.int32)
-
-    pages = case.width // case.page_size + 3
-    match case.ids:
-        case Ids.LOGICAL:
-            return {}
-        case Ids.OFFSET:
-            return {"offsets": draw(0, 1 << 30, case.rows)}
-        case Ids.BLOCKS:
-            return {"candidate_blocks": draw(0, 1 << 27, case.rows, case.width // CANDIDATE_BLOCK + 1)}
-        case Ids.PAGED:
-            return {
-                "page_table": draw(-2, (1 << 31) // case.page_size - 1, case.rows, pages),
-                "page_size": case.page_size,
-            }
-        case Ids.MAPPED:
-            # Some rows have no table, some windows run past the last page.
-            return {
-                "page_table": draw(0, 1 << 20, 7, pages),
-                "page_size": case.page_size,
-                "table_of_row": draw(-1, 8, case.rows),
-                "table_starts": draw(0, 6, case.rows),
-            }
+def _values(inputs: TopkInputs, indices: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """(NaN of each row, sorted scores) that indices [rows, k] select; NaN count as -inf, slots past the count too."""
+    starts = inputs.windows.get("starts")
+    columns = indices if starts is None else indices + starts.long()[:, None]
+    slot = torch.arange(indices.shape[1], device=indices.device)
+    chosen = inputs.scores.gather(1, columns.clamp(0, inputs.scores.shape[1] - 1)).float()
+    chosen = chosen.masked_fill(slot >= counts[:, None], -torch.inf)
+    nan = chosen.isnan()
+    return nan.sum(-1), chosen.masked_fill(nan, -torch.inf).sort(-1).values
 
 
 def _require_equal(name: str, found: Tensor, wanted: Tensor) -> None:

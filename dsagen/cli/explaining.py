@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 @click.option("--batch", type=click.IntRange(min=1), help="Explain a call of this many requests instead.")
 @click.option("--s-q", type=click.IntRange(min=1), default=1, show_default=True, help="Query tokens of a request.")
 @click.option("--topk", type=click.IntRange(min=1), help="Columns of an index row.  [default: the spec's capacity]")
+@click.option("--width", type=click.IntRange(min=0), help="Scores of a row, for topk.")
 @click.option("--sms", type=click.IntRange(min=1), help="Multiprocessors.  [default: those of a device measured]")
 @json_option
 def explain(
@@ -31,6 +32,7 @@ def explain(
     batch: int | None,
     s_q: int,
     topk: int | None,
+    width: int | None,
     sms: int | None,
     as_json: bool,
 ) -> None:
@@ -44,7 +46,9 @@ def explain(
         if as_json:
             raise SpecError("explain --batch prints text only: leave out --json, or leave out --batch for the plans")
         selection.matrix.require_complete()
-        echo_lines(_decode_lines(selection, batch, s_q, topk, sms) + _topk_lines(selection, batch * s_q, topk))
+        echo_lines(
+            _decode_lines(selection, batch, s_q, topk, sms) + _topk_lines(selection, batch * s_q, topk, width, sms)
+        )
         return
     if as_json:
         echo_json(_selection_json(selection))
@@ -59,37 +63,59 @@ def explain(
 
 def _decode_lines(selection: Selection, batch: int, s_q: int, topk: int | None, sms: int | None) -> list[str]:
     """Choice and partition of a sparse-decode call on each arch; none where the spec has no such op."""
-    from dsagen.arch import arch
     from dsagen.families.sparse_decode.choice import candidates, explain_choice
     from dsagen.families.sparse_decode.op import DecodeShape
 
     spec = selection.spec
     shape = DecodeShape(batch, s_q, spec.heads, topk or spec.topk)
     lines: list[str] = []
-    for name in dict.fromkeys(cell.arch for cell in selection.matrix.cells if cell.op == "sparse_decode"):
-        measured = next(iter(arch(name).figures), None)
-        if sms is None and measured is None:
-            lines.append(f"{name}: no device of this arch was measured: give its multiprocessors with --sms")
-            continue
-        count = sms or (measured.sm_count if measured else 0)
-        plans = _main_plans(selection, "sparse_decode", name)
-        judged = candidates(plans, shape, spec.topk, count, spec.determinism)
-        device = f"{measured.device}, " if measured is not None and sms is None else ""
-        lines += [f"{spec.name} on {name} ({device}{count} multiprocessors)", explain_choice(judged, shape)]
+    for name in _archs_of(selection, "sparse_decode"):
+        title, count = _multiprocessors(selection, name, sms)
+        lines.append(title)
+        if count is not None:
+            judged = candidates(
+                _main_plans(selection, "sparse_decode", name), shape, spec.topk, count, spec.determinism
+            )
+            lines.append(explain_choice(judged, shape))
     return lines
 
 
-def _topk_lines(selection: Selection, rows: int, topk: int | None) -> list[str]:
+def _topk_lines(selection: Selection, rows: int, topk: int | None, width: int | None, sms: int | None) -> list[str]:
     """What a top-k call takes on each arch; none where the spec has no such op."""
     from dsagen.families.topk.op import TopkShape, explain_call
 
-    spec = selection.spec
-    shape = TopkShape(rows, topk or spec.selected_topk, spec.selected_topk)
+    spec, archs = selection.spec, _archs_of(selection, "topk")
+    if archs and width is None:
+        raise SpecError("explain --batch: which kernel takes a call of topk depends on its rows: give --width")
     lines: list[str] = []
-    for name in dict.fromkeys(cell.arch for cell in selection.matrix.cells if cell.op == "topk"):
-        (plan,) = _main_plans(selection, "topk", name)
-        lines += [f"{spec.name} on {name}", explain_call(plan, shape)]
+    for name in archs:
+        shape = TopkShape(rows, width or 0, topk or spec.selected_topk, spec.selected_topk)
+        title, count = _multiprocessors(selection, name, sms)
+        lines.append(title)
+        if count is not None:
+            lines.append(explain_call(_plans_by_kernel(selection, "topk", name), shape, count))
     return lines
+
+
+def _archs_of(selection: Selection, op: str) -> list[str]:
+    return list(dict.fromkeys(cell.arch for cell in selection.matrix.cells if cell.op == op))
+
+
+def _multiprocessors(selection: Selection, name: str, sms: int | None) -> tuple[str, int | None]:
+    """A title, and the multiprocessors to reckon with: those given, else those of a device of the arch."""
+    from dsagen.arch import arch
+
+    measured = next(iter(arch(name).figures), None)
+    if sms is None and measured is None:
+        return f"{name}: no device of this arch was measured: give its multiprocessors with --sms", None
+    count = sms or (measured.sm_count if measured else 0)
+    device = f"{measured.device}, " if measured is not None and sms is None else ""
+    return f"{selection.spec.name} on {name} ({device}{count} multiprocessors)", count
+
+
+def _plans_by_kernel(selection: Selection, family: str, arch: str) -> dict[str, list[KernelPlan]]:
+    plans = [p for p in selection.matrix.plans() if (p.variant.family, p.variant.arch) == (family, arch)]
+    return {kernel: [p for p in plans if p.variant.kernel == kernel] for kernel in {p.variant.kernel for p in plans}}
 
 
 def _main_plans(selection: Selection, family: str, arch: str) -> list[KernelPlan]:

@@ -14,7 +14,7 @@ from dsagen.cli.table import aligned, echo_json, echo_lines
 from dsagen.errors import CheckFailed, DeviceError, DsagenError
 
 if TYPE_CHECKING:
-    from dsagen.bench.figures import DecodeFigures
+    from dsagen.bench.figures import Figures
     from dsagen.check.report import CheckReport
     from dsagen.spec import DeploymentSpec
 
@@ -27,20 +27,6 @@ _RECORD = click.option(
     help="Evidence file to append to.  [default: one in the kernel store]",
 )
 
-_HEADER = (
-    "batch",
-    "GPU us",
-    "spread",
-    "floor us",
-    "x floor",
-    "TB/s",
-    "TFLOP/s",
-    "CTAs",
-    "splits",
-    "issue us",
-    "wall us",
-    "last us",
-)
 # Columns of a table that is not printed on a terminal, whose width rich would take for 80.
 _PLAIN_WIDTH = 140
 
@@ -114,11 +100,11 @@ def _require_proof(reports: Sequence[CheckReport]) -> None:
 def bench(specs: tuple[str, ...], peers: bool, record: Path | None, as_json: bool) -> None:
     """Measure the SPECs' kernels on this machine's device, beside the floor and the last record.
 
-    Outputs are compared with the fp64 reference before anything is timed. Peers that are not installed are noted:
-    DSAGEN_PEER_SITE names a folder to find them in.
+    What is timed is compared with a reference. Peers that are not installed are noted: DSAGEN_PEER_SITE names a
+    folder to find them in.
     """
     from dsagen.bench.recording import last_times_us, record_figures, slower_lines
-    from dsagen.bench.run import current_device_name, run_sweep
+    from dsagen.bench.sweep import current_device_name, run_sweep
 
     selections = select(specs, ())
     for selection in selections:
@@ -143,34 +129,20 @@ def _say(text: str) -> None:
     click.echo(text, err=True)
 
 
-def _figure_lines(spec: DeploymentSpec, figures: Sequence[DecodeFigures]) -> list[str]:
-    """A table with a row for each case; what a peer could not do stands below it."""
-    labels = list(dict.fromkeys(peer.label for found in figures for peer in found.peers))
-    rows = []
-    for found in figures:
-        by_label = {peer.label: peer.gpu_us for peer in found.peers}
-        rows.append(
-            [
-                str(found.case.batch),
-                f"{found.gpu_us:.1f}",
-                f"{found.spread:.1%}",
-                _number(found.floor_us, ".1f"),
-                _number(found.floor_ratio, ".2f"),
-                f"{found.record_bytes_per_s / 1e12:.2f}",
-                f"{found.flops_per_s / 1e12:.0f}",
-                str(found.ctas),
-                str(found.num_splits),
-                f"{found.issue_us:.1f}",
-                f"{found.wall_us:.1f}",
-                _number(found.record_us, ".1f"),
-                *(_number(by_label.get(label), ".1f") for label in labels),
-            ]
-        )
-    notes = dict.fromkeys(f"{peer.label}: {peer.note}" for found in figures for peer in found.peers if peer.note)
-    device = figures[0].device if figures else ""
-    title = f"{spec.name}: {describe_spec(spec)} on {device}"
-    return [title, *aligned(rows, [*_HEADER, *labels], indent=2), *(f"  {note}" for note in notes)]
+def _figure_lines(spec: DeploymentSpec, figures: Sequence[Figures]) -> list[str]:
+    """A table for each op with a row for each case; what a peer could not do stands below it."""
+    from dsagen.bench.figures import number
 
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+    lines: list[str] = []
+    for op in dict.fromkeys(found.op for found in figures):
+        own = [found for found in figures if found.op == op]
+        labels = list(dict.fromkeys(peer.label for found in own for peer in found.peers))
+        rows = []
+        for found in own:
+            by_label = {peer.label: peer.gpu_us for peer in found.peers}
+            rows.append([*found.cells(), *(number(by_label.get(label), ".1f") for label in labels)])
+        notes = dict.fromkeys(f"{peer.label}: {peer.note}" for found in own for peer in found.peers if peer.note)
+        title = f"{spec.name}: {describe_spec(spec)}, {op} on {own[0].device}"
+        lines += [title, *aligned(rows, [*own[0].header, *labels], indent=2), *(f"  {note}" for note in notes)]
+        lines += [f"  missed: {found.title}: {text}" for found in own for text in found.missed]
+    return lines

@@ -14,13 +14,16 @@ from dsagen import knobs
 from dsagen.errors import DeviceError, DsagenError, FrozenError, GuardError
 from dsagen.families.sparse_decode.choice import Candidate, candidates, choose, explain_choice
 from dsagen.families.sparse_decode.op import DecodeShape
-from dsagen.families.topk.op import TopkShape, explain_call
+from dsagen.families.topk.op import Candidate as TopkCandidate
+from dsagen.families.topk.op import TopkShape, explain_call, most_lead
+from dsagen.families.topk.op import choose as choose_topk
 from dsagen.family import family_of_op
 from dsagen.guard import require_bool, require_int
 from dsagen.log import configure_library_logging
 from dsagen.matrix import expand
 from dsagen.plan import KernelPlan
 from dsagen.runtime.driver import CudaDriver, DeviceFacts, Driver
+from dsagen.runtime.launch import Number
 from dsagen.runtime.loader import Loader, ReadCubins, device_arch, read_cubins
 from dsagen.runtime.plan_cache import PlanCache, PlanKey
 from dsagen.runtime.sparse_decode import (
@@ -42,8 +45,11 @@ from dsagen.runtime.topk import (
     check_windows,
     make_output,
     output_arguments,
+    require_determinism,
+    shape_of,
     table_and_page_size,
 )
+from dsagen.runtime.topk_plan import TopkPlan
 from dsagen.spec import DeploymentSpec, load_spec
 
 Device = int | str | torch.device
@@ -122,6 +128,8 @@ class Kernels:
         self._topk_launcher = TopkLauncher(self._driver, self._debug_sync)
         self._devices: dict[int, DeviceKernels] = {}
         self._plans = PlanCache()
+        # Shared by calls without a plan. Each holds a few MB at most, and a serving process has a handful of shapes.
+        self._topk_plans: dict[tuple[int, int, int, int, int], TopkPlan] = {}
         self._lock = threading.RLock()
         self._default = self._driver.current_device() if device is None else self._ordinal(device)
         self._loader.fetch(self._on(self._default).plans)
@@ -162,11 +170,12 @@ class Kernels:
         s_q: int = 1,
         topk: int | None = None,
         num_splits: int | None = None,
+        width: int | None = None,
         device: Device | None = None,
     ) -> str:
         """Which kernel a call of that shape takes and why: guards of each candidate, partition, workspace.
 
-        A call of topk has batch x s_q rows and `topk` slots in each; it has no splits.
+        A call of topk has batch x s_q rows of `width` scores and `topk` slots in each; it has no splits.
         """
         self._require_op(op)
         kernels = self._on(self._ordinal(device))
@@ -175,8 +184,12 @@ class Kernels:
         if op == TOPK_OP:
             capacity = self.spec.selected_topk
             slots = capacity if topk is None else require_int("topk", topk)
-            wanted = TopkShape(require_int("batch", batch) * require_int("s_q", s_q), slots, capacity)
-            return f"{head}\n{explain_call(kernels.by_role[TOPK_OP, 'main'][0], wanted)}"
+            if width is None:
+                raise GuardError("[T-16] width: missing, and which kernel takes a call of topk depends on it: pass it")
+            rows = require_int("batch", batch) * require_int("s_q", s_q)
+            wanted = TopkShape(rows, require_int("width", width), slots, capacity)
+            plans = {role: plans for (name, role), plans in kernels.by_role.items() if name == TOPK_OP}
+            return f"{head}\n{explain_call(plans, wanted, facts.sm_count)}"
         shape = self._shape(batch, s_q, self.spec.topk if topk is None else topk)
         judged = self._judge(kernels, shape, num_splits)
         combine = next(
@@ -291,11 +304,13 @@ class Kernels:
         candidate_blocks: torch.Tensor | None = None,
         offsets: torch.Tensor | None = None,
         drop_neg_inf: bool = False,
+        determinism: str = "set",
+        plan: TopkPlan | None = None,
         out: torch.Tensor | None = None,
         raw: torch.Tensor | None = None,
         counts: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Indices of the k largest scores of each row, exactly, ascending, then -1, on the current stream.
+        """Indices of the k largest scores of each row, exactly, then -1, on the current stream.
 
         - scores: [rows, width] of the spec's dtype, last dim contiguous, rows anywhere
         - lengths, starts: int32 [rows], the window of each row; indices count from its start. A window is bounded to
@@ -306,6 +321,9 @@ class Kernels:
         - candidate_blocks: int32 [rows, blocks], in place of page_table: a table with pages of 8
         - offsets: int32 [rows], added to each id
         - drop_neg_inf: select only what exceeds -inf
+        - determinism: "set" selects the same indices at every call, "order" also writes them in ascending order, so
+          that the result is the same to the bit; "off" asks for neither, and gets what "set" does
+        - plan: of plan_topk, for this shape, where the call is captured in a CUDA graph or runs beside others
         - out: int32 [rows, k], allocated where not given; raw: int32 [rows, k], gets the indices before any
           transform; counts: int32 [rows], gets how many were selected
 
@@ -317,20 +335,82 @@ class Kernels:
         with_table = table_of_row is not None or table_starts is not None
         table, tokens = table_and_page_size(page_table, candidate_blocks, page_size, with_table)
         tensors = TopkTensors(scores, lengths, starts, table, table_of_row, table_starts, offsets, out, raw, counts)
-        options = TopkOptions(require_int("k", k), tokens, require_bool("drop_neg_inf", drop_neg_inf))
+        ordered = require_determinism(determinism)
+        options = TopkOptions(require_int("k", k), tokens, require_bool("drop_neg_inf", drop_neg_inf), ordered)
         arguments = bind(tensors, options, self.spec, self._driver)
         ordinal = self._driver.ordinal(scores.device)
         assert ordinal is not None
         if self._checks_values:
             self._refuse_capture(ordinal)
             check_windows(tensors)
-        result = make_output(tensors, k)
         rows = int(scores.shape[0])
+        if plan is not None:
+            self._require_own_topk(plan)
+            plan.require_shape(rows, int(scores.shape[1]), k, scores.device)
+        result = make_output(tensors, k)
         if rows:
-            (plan,) = self._on(ordinal).by_role[TOPK_OP, "main"]
-            kernel, stream = self._loader.load(plan, ordinal), self._driver.current_stream(ordinal)
-            self._topk_launcher.launch(kernel, rows, stream, {**arguments, **output_arguments(tensors, result)})
+            stream = self._driver.current_stream(ordinal)
+            chosen = self._choose_topk(ordinal, shape_of(tensors, k, self.spec))
+            if chosen.split is not None and plan is None:
+                plan = self._shared_topk_plan(chosen, (rows, int(scores.shape[1]), k), ordinal, stream)
+            given: dict[str, Number] = {}
+            if plan is not None and chosen.split is not None:
+                plan.claim(stream)
+                given = plan.arguments()
+            loaded = [self._loader.load(kernel, ordinal) for kernel in chosen.plans]
+            values = {**arguments, **output_arguments(tensors, result), **given}
+            self._topk_launcher.launch(loaded, chosen.ctas, stream, values)
         return result
+
+    def topk_workspace_bytes(self, rows: int, width: int, k: int, *, device: Device | None = None) -> int:
+        """Bytes of the workspace that a plan of that shape needs; 0 where no row is shared. Allocates nothing."""
+        self._require_op(TOPK_OP)
+        return self._choose_topk(self._ordinal(device), self._topk_shape(rows, width, k)).workspace_bytes
+
+    def plan_topk(
+        self,
+        rows: int,
+        width: int,
+        k: int,
+        *,
+        workspace: torch.Tensor | None = None,
+        device: Device | None = None,
+    ) -> TopkPlan:
+        """A plan for calls of topk with scores [rows, width] and k slots: a workspace with a stable address.
+
+        `workspace` is uint8 memory of at least `topk_workspace_bytes`, which must serve nothing else; it is set to
+        zeros on the current stream. Without it the plan allocates its own. FrozenError during graph capture.
+        """
+        self._require_op(TOPK_OP)
+        ordinal = self._ordinal(device)
+        if self._driver.is_capturing(ordinal):
+            raise FrozenError(
+                f"topk: no plan for {rows} rows of {width} and k {k} exists, and making one during CUDA graph capture "
+                "is not possible: call plan_topk before the capture and pass its plan"
+            )
+        chosen = self._choose_topk(ordinal, self._topk_shape(rows, width, k))
+        return TopkPlan(self.spec, self._driver, ordinal, (rows, width, k), chosen.split, workspace)
+
+    def _topk_shape(self, rows: int, width: int, k: int) -> TopkShape:
+        """The shape of a plan, with windows anywhere, so that its workspace serves every call."""
+        assert self.spec.scores is not None
+        sizes = require_int("rows", rows), require_int("width", width), require_int("k", k)
+        return TopkShape(*sizes, self.spec.selected_topk, most_lead(self.spec.scores))
+
+    def _choose_topk(self, ordinal: int, shape: TopkShape) -> TopkCandidate:
+        on = self._on(ordinal)
+        plans = {role: plans for (op, role), plans in on.by_role.items() if op == TOPK_OP}
+        return choose_topk(plans, shape, on.facts.sm_count)
+
+    def _shared_topk_plan(
+        self, chosen: TopkCandidate, shape: tuple[int, int, int], ordinal: int, stream: int
+    ) -> TopkPlan:
+        key = (*shape, ordinal, stream)
+        with self._lock:
+            plan = self._topk_plans.get(key)
+            if plan is None:
+                plan = self._topk_plans[key] = self.plan_topk(*shape, device=ordinal)
+            return plan
 
     def _shared_plan(self, key: PlanKey) -> SparseDecodePlan:
         with self._lock:
@@ -356,6 +436,10 @@ class Kernels:
     def _require_own(self, plan: SparseDecodePlan) -> None:
         if not isinstance(plan, SparseDecodePlan) or plan.spec is not self.spec:
             raise GuardError("[T-09] plan: was not made by these kernels: pass what their plan_sparse_decode returned")
+
+    def _require_own_topk(self, plan: TopkPlan) -> None:
+        if not isinstance(plan, TopkPlan) or plan.spec is not self.spec:
+            raise GuardError("[T-09] plan: was not made by these kernels: pass what their plan_topk returned")
 
     def _require_op(self, op: str) -> None:
         if op not in self.spec.ops:

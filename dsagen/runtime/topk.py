@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from dsagen.division import page_divisor
 from dsagen.errors import GuardError
-from dsagen.families.topk.guards import PAGE_GUARD, TABLE_GUARD, WIDTH_GUARD, WINDOW_GUARD
-from dsagen.families.topk.op import CANDIDATE_BLOCK, SIZE_GUARDS, TopkShape
+from dsagen.families.topk.guards import PAGE_GUARD, TABLE_GUARD, WINDOW_GUARD
+from dsagen.families.topk.op import CANDIDATE_BLOCK, SIZE_GUARDS, TopkShape, most_lead
 from dsagen.guard import check, require_int
 from dsagen.runtime.driver import Driver
 from dsagen.runtime.launch import ArgumentBlock, KernelLaunch, Number
@@ -63,6 +63,7 @@ class TopkOptions(NamedTuple):
     k: int
     page_size: int
     drop_neg_inf: bool
+    ordered: bool = True
 
 
 def table_and_page_size(
@@ -93,15 +94,16 @@ def bind(t: TopkTensors, options: TopkOptions, spec: DeploymentSpec, driver: Dri
     assert spec.scores is not None
     require(TensorRule("scores", (_TORCH_SCORES[spec.scores],), "[rows, width]", (None, None)), t.scores)
     rows, width = (int(size) for size in t.scores.shape)
-    check(SIZE_GUARDS, TopkShape(rows, options.k, spec.selected_topk).values)
-    check([WIDTH_GUARD], {"width": width})
+    check(SIZE_GUARDS, shape_of(t, options.k, spec).values)
     check([PAGE_GUARD], {"page_size": options.page_size})
     _require_rest(t, rows, options.k)
     require_no_overlap(_OUTPUTS, t.given(), {name: span_bytes(tensor) for name, tensor in t.given()})
     multiplier, shift = page_divisor(options.page_size)
     return {
+        "rows": rows,
         "width": width,
         "k": options.k,
+        "ordered": int(options.ordered),
         "drops_neg_inf": int(options.drop_neg_inf),
         "page_size": options.page_size,
         "page_multiplier": multiplier,
@@ -111,6 +113,25 @@ def bind(t: TopkTensors, options: TopkOptions, spec: DeploymentSpec, driver: Dri
         **{name: _address(getattr(t, name)) for name in _PER_ROW},
         **_table_arguments(t.page_table),
     }
+
+
+DETERMINISM = ("off", "set", "order")
+
+
+def require_determinism(value: object) -> bool:
+    """Whether slots must follow the indices; GuardError for no mode of `DETERMINISM`."""
+    if value not in DETERMINISM:
+        raise GuardError(f"[T-12] determinism: expected one of {', '.join(DETERMINISM)}, found {value!r}")
+    return value == "order"
+
+
+def shape_of(t: TopkTensors, k: int, spec: DeploymentSpec) -> TopkShape:
+    """The sizes that choose a kernel."""
+    rows, width = (int(size) for size in t.scores.shape)
+    aligned = (t.scores.data_ptr() | (t.scores.stride(0) * t.scores.element_size() if rows > 1 else 0)) % 16 == 0
+    assert spec.scores is not None
+    lead = 0 if aligned and t.starts is None else most_lead(spec.scores)
+    return TopkShape(rows, width, k, spec.selected_topk, lead)
 
 
 def output_arguments(t: TopkTensors, out: torch.Tensor) -> dict[str, Number]:
@@ -151,20 +172,25 @@ class TopkLauncher:
         self._launches: OrderedDict[tuple[str, int, int, int], KernelLaunch] = OrderedDict()
         self._lock = threading.Lock()
 
-    def launch(self, kernel: LoadedKernel, rows: int, stream: int, values: Mapping[str, Number]) -> None:
-        """Run the kernel, one CTA a row, on a stream."""
-        key = (kernel.plan.slug, kernel.ordinal, rows, stream)
-        # The lock covers the launch too: until then the arguments lie in the launch's own block.
+    def launch(self, kernels: Sequence[LoadedKernel], ctas: int, stream: int, values: Mapping[str, Number]) -> None:
+        """Run the kernels one after the other on a stream."""
+        # The lock covers the launches too: until then the arguments lie in a launch's own block, and another thread's
+        # kernel must not come between two that share a workspace.
         with self._lock:
-            launch = self._launches.get(key)
-            if launch is None:
-                block = ArgumentBlock(kernel.plan)
-                launch = KernelLaunch(self._driver, OP, kernel, rows, stream, block, self._debug_sync)
-                self._launches[key] = launch
-                if len(self._launches) > _MAX_LAUNCHES:
-                    self._launches.popitem(last=False)
-            self._launches.move_to_end(key)
-            launch(values)
+            for kernel in kernels:
+                self._ready(kernel, ctas, stream)({**values, "row_step": ctas})
+
+    def _ready(self, kernel: LoadedKernel, ctas: int, stream: int) -> KernelLaunch:
+        key = (kernel.plan.slug, kernel.ordinal, ctas, stream)
+        launch = self._launches.get(key)
+        if launch is None:
+            block = ArgumentBlock(kernel.plan)
+            launch = KernelLaunch(self._driver, OP, kernel, ctas, stream, block, self._debug_sync)
+            self._launches[key] = launch
+            if len(self._launches) > _MAX_LAUNCHES:
+                self._launches.popitem(last=False)
+        self._launches.move_to_end(key)
+        return launch
 
 
 def _require_rest(t: TopkTensors, rows: int, k: int) -> None:

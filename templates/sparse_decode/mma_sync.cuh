@@ -13,7 +13,7 @@
 //             value      | wait P of tile i | O += V P, stage by stage, freeing them | wait P of tile i+1 ..
 //
 //   landed[stage]   the producer's copies arrive; score and value threads wait. Parity of stage n: (n / kStages) & 1.
-//   freed[stage]    one lane of each score and value warp arrives after its last read; the producer waits before refilling.
+//   freed[stage]    every lane of the score and value warps arrives after its last read; the producer waits before refilling.
 //   filled[buffer]  every score thread arrives; value threads wait for P of tile i: parity (i / kProbabilityBuffers) & 1.
 //   drained[buffer] every value thread arrives; score threads wait before they overwrite it.
 //   finished        every score thread arrives once; value threads wait for the output factors.
@@ -102,7 +102,7 @@ struct MmaSync {
 #pragma unroll 1
     for (int slot = 0; slot < C::kStages; ++slot) {
       ptx::mbarrier_init(ptx::shared_address(&shared.landed[slot]), RowCopy::kArrivals);
-      ptx::mbarrier_init(ptx::shared_address(&shared.freed[slot]), kConsumerWarps);
+      ptx::mbarrier_init(ptx::shared_address(&shared.freed[slot]), 32 * kConsumerWarps);
     }
 #pragma unroll 1
     for (int buffer = 0; buffer < C::kProbabilityBuffers; ++buffer) {

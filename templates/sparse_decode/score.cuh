@@ -49,7 +49,7 @@ struct ScoreWarp {
       tile(slot, parity, buffer, round);
 #pragma unroll
       for (int stage = 0; stage < kTileStages; ++stage) {
-        if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&shared.freed[slot]));
+        ptx::mbarrier_arrive(ptx::shared_address(&shared.freed[slot]));
         advance_ring<C::kStages>(slot, parity, 1);
       }
       if (++buffer == C::kProbabilityBuffers) buffer = 0, ++round;

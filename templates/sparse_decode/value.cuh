@@ -68,8 +68,7 @@ struct ValueWarp {
       for (int k = 0; k < kStageBlocks; ++k)
         if ((valid >> 16 * k & 0xffffu) != 0)
           accumulate_block(rows + k * 16 * C::kRowPitchBytes, probability_address<C>(copy, (stage * kStageBlocks + k) * 16 + lane % 16));
-      ptx::warp_sync();
-      if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&shared.freed[slot]));
+      ptx::mbarrier_arrive(ptx::shared_address(&shared.freed[slot]));
       advance_ring<C::kStages>(slot, parity, 1);
     }
   }

@@ -12,11 +12,13 @@ struct RowOutput {
   i32* raw;                // or null
   const i32* table;        // the row's page table, or null
   i64 table_start, offset;
+  bool ordered;            // slots follow the indices
   bool unmapped;           // there are page tables, and the row has none
 
   DSA_DEVICE RowOutput(const Params& params, u32 row) : p(params) {
     out = p.out + static_cast<i64>(row) * p.out_stride;
     raw = p.raw == nullptr ? nullptr : p.raw + static_cast<i64>(row) * p.raw_stride;
+    ordered = p.ordered != 0;
     offset = p.offsets == nullptr ? 0 : p.offsets[row];
     const i64 table_row = p.table_of_row == nullptr ? static_cast<i64>(row) : p.table_of_row[row];
     unmapped = p.page_table != nullptr && (table_row < 0 || table_row >= p.table_rows);

@@ -21,6 +21,7 @@ enum class Op {
   kShuffle,
   kShuffleXor,
   kBallot,
+  kSum,
   kElectOne,
   kWarpSync,
   kRegistersRaise,
@@ -46,9 +47,9 @@ bool barrier(int id, int threads, bool reduces, bool flag, int line);
 uint32_t shared_address(const void* pointer, int line);
 void load_shared(uint32_t address, void* target, uint32_t bytes, const char* what, int line);
 void store_shared(uint32_t address, const void* source, uint32_t bytes, const char* what, int line);
-// Adds to a word and returns what was there. Additions to a word need no order among each other; to plain accesses of it
-// they do.
-uint32_t shared_add(uint32_t address, uint32_t value, const char* what, int line);
+// Adds to a word, or sets bits of it, and returns what was there. Such updates of a word need no order among each other; to
+// plain accesses of it they do.
+uint32_t shared_update(uint32_t address, uint32_t value, bool adds, const char* what, int line);
 void load_global(const void* address, void* target, uint32_t bytes, const char* what, int line);
 
 // The target holds 0xff bytes from the issue to the wait that covers the copy.

@@ -216,7 +216,7 @@ void store_shared(uint32_t address, const void* source, uint32_t bytes, const ch
   std::memcpy(target, source, bytes);
 }
 
-uint32_t shared_add(uint32_t address, uint32_t value, const char* what, int line) {
+uint32_t shared_update(uint32_t address, uint32_t value, bool adds, const char* what, int line) {
   note(what, line);
   const int self = m.current->index, own_warp = self / kWarp;
   uint8_t* target = shared_bytes(address, 4, 4, what, line);
@@ -239,7 +239,7 @@ uint32_t shared_add(uint32_t address, uint32_t value, const char* what, int line
   m.last_add[offset / 4] = m.now;
   uint32_t before;
   std::memcpy(&before, target, 4);
-  const uint32_t after = before + value;
+  const uint32_t after = adds ? before + value : before | value;
   std::memcpy(target, &after, 4);
   return before;
 }

@@ -8,7 +8,24 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from host import COMPILER, HostModelError
-from topk_case import BUILT, SMALL, Block, Call, Pages, check, launch, words_of
+from topk_case import (
+    HELD,
+    LARGE_BUILT,
+    SHARED,
+    SMALL,
+    SMALL_BUILT,
+    STREAM_BUILT,
+    Block,
+    Built,
+    Call,
+    Pages,
+    Resident,
+    Split,
+    Stream,
+    check,
+    launch,
+    words_of,
+)
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
@@ -75,15 +92,31 @@ LEVELS_DATA = (
     "constant",
     "all bit patterns",
 )
-# Buffers that are never, sometimes and always large enough, and digits of other widths, so of other numbers of levels.
-BLOCKS = {
-    "small buffer": SMALL,
-    "no buffer": Block(candidates=0),
-    "ample buffer": Block(candidates=1024),
-    "8-bit digits": Block(digit_bits=8, candidates=32),
-    "8-bit digits, ample buffer": Block(digit_bits=8, candidates=1024, threads=32),
-    "12-bit digits": Block(digit_bits=12, candidates=100, threads=96),
+# Lists that are never, sometimes and always large enough, digits of other widths, so of other numbers of levels, and
+# bitmaps that a row does not fit.
+BLOCKS: dict[str, Block] = {
+    "small list": SMALL,
+    "list of one": Stream(elements=1),
+    "ample list": Stream(elements=1024),
+    "8-bit digits": Stream(digit_bits=8, elements=32),
+    "8-bit digits, ample list, narrow bitmap": Stream(digit_bits=8, elements=1024, threads=32, bitmap_words=32),
+    "12-bit digits": Stream(digit_bits=12, elements=100, threads=96, bitmap_words=96),
+    "shared": Split(),
+    "shared, ample list": Split(elements=1024),
+    "shared, 8-bit digits, list of one": Split(digit_bits=8, elements=1, threads=32),
+    "held": HELD,
+    "held, ample list": Resident(elements=1024, in_flight=4),
+    "held, 8-bit digits": Resident(digit_bits=8, threads=32, words=32, in_flight=4, ctas=1),
+    "held, 12-bit digits": Resident(digit_bits=12, threads=96, words=8, in_flight=1),
 }
+
+
+BOTH = (SMALL, HELD, SHARED)
+
+
+def wide(block: Block) -> dict[str, int]:
+    """What makes a block hold a row of 1025."""
+    return {"words": 24, "in_flight": 3} if isinstance(block, Resident) else {}
 
 
 def rows_of(kind: str, rows: int = 1, width: int = ROW, seed: int = 5) -> np.ndarray:
@@ -95,9 +128,10 @@ def rows_of(kind: str, rows: int = 1, width: int = ROW, seed: int = 5) -> np.nda
 @pytest.mark.parametrize("drops", [False, True], ids=["", "drops -inf"])
 @pytest.mark.parametrize("score", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", DATA)
-def test_data(kind: str, score: str, drops: bool) -> None:
+@pytest.mark.parametrize("block", BOTH, ids=["swept", "held", "shared"])
+def test_data(kind: str, score: str, drops: bool, block: Block) -> None:
     for k in (1, 100, ROW - 1):
-        check(Call(rows_of(kind), k, score, drops_neg_inf=drops, misaligned=1))
+        check(Call(rows_of(kind), k, score, drops_neg_inf=drops, misaligned=1, block=block))
 
 
 @pytest.mark.parametrize(
@@ -121,16 +155,28 @@ def test_every_way_through_the_levels(block: str, score: str, kind: str) -> None
 
 @pytest.mark.parametrize("score", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", ["normal", "upper 22 bits equal", "upper 11 bits equal", "many NaN", "constant"])
-def test_the_kernel_that_is_built(kind: str, score: str) -> None:
-    lengths = (30_000, 9_001, 2_049, 2_048)
-    check(Call(rows_of(kind, 4, 30_000), 2048, score, lengths=lengths, block=BUILT, misaligned=3))
+@pytest.mark.parametrize(
+    ("block", "width"), [(SMALL_BUILT, 8_000), (LARGE_BUILT, 30_000), (STREAM_BUILT, 30_000)], ids=str
+)
+def test_the_kernels_that_are_built(block: Block, width: int, kind: str, score: str) -> None:
+    lengths = (width, width // 2 - 3, 2_049, 2_048)
+    check(Call(rows_of(kind, 4, width), 2048, score, lengths=lengths, block=block, misaligned=3))
 
 
 @pytest.mark.parametrize("score", ["fp32", "bf16"])
-def test_a_row_with_more_candidates_than_the_buffer_that_is_built_holds(score: str) -> None:
+@pytest.mark.parametrize("block", [LARGE_BUILT, STREAM_BUILT], ids=str)
+def test_a_row_with_more_candidates_than_the_list_that_is_built_holds(block: Block, score: str) -> None:
     # More than 8192 distinct scores under one first digit, and as many equal ones.
-    check(Call(from_bits(0x3F800000 + np.random.default_rng(1).permutation(12_000))[None], 2048, score, block=BUILT))
-    check(Call(np.full((1, 12_000), 0.5), 4096, score, block=BUILT))
+    check(Call(from_bits(0x3F800000 + np.random.default_rng(1).permutation(12_000))[None], 2048, score, block=block))
+    check(Call(np.full((1, 12_000), 0.5), 4096, score, block=block))
+
+
+def test_a_row_that_fills_the_block_to_the_last_register() -> None:
+    for score, width in (("fp32", 8192 - 3), ("bf16", 16384 - 7)):
+        check(Call(rows_of("normal", 3, width), 500, score, block=SMALL_BUILT))
+        check(Call(rows_of("constant", 1, width), width - 1, score, block=SMALL_BUILT))
+        check(Call(rows_of("only NaN", 1, width), width, score, block=SMALL_BUILT, drops_neg_inf=True))
+        check(Call(rows_of("normal", 1, width), width, score, block=SMALL_BUILT, drops_neg_inf=True))
 
 
 def reported_rows(name: str) -> tuple[np.ndarray, int]:
@@ -164,52 +210,61 @@ REPORTED = (
 )
 
 
+@pytest.mark.parametrize("block", [LARGE_BUILT, STREAM_BUILT], ids=str)
 @pytest.mark.parametrize("name", REPORTED)
-def test_reported_rows(name: str) -> None:
+def test_reported_rows(name: str, block: Block) -> None:
     scores, k = reported_rows(name)
-    call = Call(scores[None].astype(np.float32), k, block=BUILT)
+    call = Call(scores[None].astype(np.float32), k, block=block)
     first = check(call)
     assert (first.out >= 0).all() and len(set(first.out[0])) == k
     for seed in (2, 3):
         assert np.array_equal(launch(replace(call, seed=seed)).out, first.out)
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_100a", "sm_120a"])
-def test_other_archs(arch: str) -> None:
-    check(Call(rows_of("plateau", 2, 5000), 512, block=BUILT, arch=arch))
+@pytest.mark.parametrize(
+    ("arch", "kernels"), [("sm_80", 3), ("sm_89", 2), ("sm_100a", 3), ("sm_120a", 2)], ids=lambda value: str(value)
+)
+def test_other_archs(arch: str, kernels: int) -> None:
+    for number in range(kernels):
+        check(Call(rows_of("plateau", 2, 5000), 512, block=Built(number), arch=arch))
 
 
 @pytest.mark.parametrize("drops", [False, True])
 @pytest.mark.parametrize("score", ["fp32", "bf16"])
-def test_lengths_around_k(score: str, drops: bool) -> None:
+@pytest.mark.parametrize("block", BOTH, ids=["swept", "held", "shared"])
+def test_lengths_around_k(score: str, drops: bool, block: Block) -> None:
     lengths = (0, 1, 63, 64, 65, 129, ROW, -5, -(2**31), 2**31 - 1)
     for kind in ("normal", "infinities"):
-        check(Call(rows_of(kind, len(lengths)), 64, score, lengths=lengths, drops_neg_inf=drops))
+        check(Call(rows_of(kind, len(lengths)), 64, score, lengths=lengths, drops_neg_inf=drops, block=block))
 
 
 @pytest.mark.parametrize("score", ["fp32", "bf16"])
 @pytest.mark.parametrize("misaligned", range(8))
-def test_windows_with_nan_outside(misaligned: int, score: str) -> None:
+@pytest.mark.parametrize("block", BOTH, ids=["swept", "held", "shared"])
+def test_windows_with_nan_outside(misaligned: int, score: str, block: Block) -> None:
     scores = rows_of("normal", 9)
     starts, lengths = (0, 1, 2, 3, 5, 130, ROW - 3, ROW, 17), (200, 77, 40, 39, 300, 129, 50, 10, 41)
     for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
         scores[row, :start] = scores[row, start + length :] = (NAN, INF)[row % 2]
-    check(Call(scores, 40, score, lengths, starts, misaligned=misaligned))
+    check(Call(scores, 40, score, lengths, starts, misaligned=misaligned, block=block))
 
 
-def test_windows_that_leave_the_row_are_bounded_by_it() -> None:
+@pytest.mark.parametrize("block", BOTH, ids=["swept", "held", "shared"])
+def test_windows_that_leave_the_row_are_bounded_by_it(block: Block) -> None:
     starts, lengths = (-3, ROW + 50, 2**31 - 1, ROW - 10, 100), (500, 5, 2**31 - 1, 2**31 - 1, -1)
-    check(Call(rows_of("normal", 5), 40, lengths=lengths, starts=starts))
+    check(Call(rows_of("normal", 5), 40, lengths=lengths, starts=starts, block=block))
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4, 5, 255, 256, 257, 511, 512, 513, 1024, 1025])
-def test_widths_around_the_blocks(width: int) -> None:
+@pytest.mark.parametrize("block", BOTH, ids=["swept", "held", "shared"])
+def test_widths_around_the_blocks(width: int, block: Block) -> None:
     for k in {1, width // 2 + 1, width, width + 1}:
-        check(Call(rows_of("two values", 2, width), k, misaligned=2))
+        check(Call(rows_of("two values", 2, width), k, misaligned=2, block=replace(block, **wide(block))))
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 48, 64, 1 << 30])
-def test_pages(size: int) -> None:
+@pytest.mark.parametrize("block", BOTH, ids=["swept", "held", "shared"])
+def test_pages(size: int, block: Block) -> None:
     random = np.random.default_rng(size)
     lengths = (ROW, 300, 12)
     columns = ROW // size + 3
@@ -223,25 +278,28 @@ def test_pages(size: int) -> None:
         Pages(size, table[:, : columns // 2], starts=(0, -1, 2**31 - 1)),
         Pages(size, np.full((3, columns), 2**31 - 1)),
     ):
-        check(Call(rows_of("normal", 3), 128, lengths=lengths, pages=pages))
+        check(Call(rows_of("normal", 3), 128, lengths=lengths, pages=pages, block=block))
 
 
-def test_candidate_blocks_of_eight_are_pages_of_a_table_per_row() -> None:
+@pytest.mark.parametrize("block", BOTH, ids=["swept", "held", "shared"])
+def test_candidate_blocks_of_eight_are_pages_of_a_table_per_row(block: Block) -> None:
     blocks = np.random.default_rng(3).permutation(4 * 90).reshape(4, 90)
-    result = check(Call(rows_of("plateau", 4), 200, "bf16", pages=Pages(8, blocks)))
+    result = check(Call(rows_of("plateau", 4), 200, "bf16", pages=Pages(8, blocks), block=block))
     assert result.out[2, 5] == blocks[2, result.raw[2, 5] // 8] * 8 + result.raw[2, 5] % 8
 
 
-def test_offsets() -> None:
+@pytest.mark.parametrize("block", BOTH, ids=["swept", "held", "shared"])
+def test_offsets(block: Block) -> None:
     offsets = (0, 1000, -100, 2**31 - 300)
-    check(Call(rows_of("normal", 4), 300, lengths=(ROW, 299, ROW, ROW), offsets=offsets))
+    check(Call(rows_of("normal", 4), 300, lengths=(ROW, 299, ROW, ROW), offsets=offsets, block=block))
     pages = Pages(16, np.arange(4 * 50).reshape(4, 50))
-    check(Call(rows_of("normal", 4), 300, offsets=offsets, pages=pages))
+    check(Call(rows_of("normal", 4), 300, offsets=offsets, pages=pages, block=block))
 
 
 @pytest.mark.parametrize("score", ["fp32", "bf16"])
-def test_rows_that_are_taken_whole_are_not_read(score: str) -> None:
-    call = Call(rows_of("normal", 3, 64), 64, score, lengths=(64, 3, 0), unreadable=True)
+@pytest.mark.parametrize("block", BOTH, ids=["swept", "held", "shared"])
+def test_rows_that_are_taken_whole_are_not_read(score: str, block: Block) -> None:
+    call = Call(rows_of("normal", 3, 64), 64, score, lengths=(64, 3, 0), unreadable=True, block=block)
     check(call)
     for reads in (replace(call, k=63), replace(call, drops_neg_inf=True)):
         with pytest.raises(HostModelError, match="scores"):
@@ -249,25 +307,37 @@ def test_rows_that_are_taken_whole_are_not_read(score: str) -> None:
 
 
 @pytest.mark.parametrize("score", ["fp32", "bf16"])
-def test_rows_past_32_bits_of_elements(score: str) -> None:
+@pytest.mark.parametrize("block", BOTH, ids=["swept", "held", "shared"])
+def test_rows_past_32_bits_of_elements(score: str, block: Block) -> None:
     # The rows before the last are empty, so the memory between them is not needed.
-    check(Call(rows_of("normal", 3), 60, score, lengths=(0, 0, ROW), far=True))
+    check(Call(rows_of("normal", 3), 60, score, lengths=(0, 0, ROW), far=True, block=block))
 
 
-def test_a_full_buffer_costs_a_sweep_and_nothing_else() -> None:
-    # 64 keys under the first digit fit, 65 do not.
-    for under, fits in ((64, True), (65, False)):
+def test_a_full_list_costs_a_sweep_and_no_element() -> None:
+    # 64 keys under the first digit fit, 65 do not: then the second digit is counted in the row instead of in the list.
+    for under in (64, 65):
         scores = np.full((1, ROW), -1.0, np.float32)
         scores[0, :under] = from_bits(0x3F800000 + np.arange(under))[::-1]
         call = Call(scores, 60, block=SMALL)
-        ample = check(replace(call, block=Block(candidates=1024)))
+        ample = check(replace(call, block=Stream(elements=1024)))
         result = check(call)
         assert np.array_equal(result.raw, ample.raw)
-        assert (result.run.collectives == ample.run.collectives) is fits
 
 
-def test_results_do_not_depend_on_the_schedule() -> None:
-    call = Call(rows_of("one bin for each digit", 3), 333, lengths=(ROW, 500, 400))
+@pytest.mark.parametrize("block", BOTH, ids=["swept", "held", "shared"])
+def test_without_order_the_same_elements_are_selected(block: Block) -> None:
+    for kind in ("normal", "plateau", "infinities"):
+        for drops in (False, True):
+            call = Call(rows_of(kind, 3), 333, lengths=(ROW, 500, 200), block=block, ordered=False, drops_neg_inf=drops)
+            check(call)
+            check(replace(call, pages=Pages(8, np.arange(3 * 90).reshape(3, 90)), score="bf16"))
+            # A row that is taken whole keeps its order.
+            assert (np.diff(launch(call).raw[2][:200]) > 0).all() or drops
+
+
+@pytest.mark.parametrize("block", BOTH, ids=["swept", "held", "shared"])
+def test_results_do_not_depend_on_the_schedule(block: Block) -> None:
+    call = Call(rows_of("one bin for each digit", 3), 333, lengths=(ROW, 500, 400), block=block)
     first = check(call)
     for seed in range(2, 6):
         again = launch(replace(call, seed=seed))

@@ -87,6 +87,12 @@ void ballot(Lane* lanes) {
   for (int l = 0; l < kWarp; ++l) lanes[l].exchange.out[0] = mask;
 }
 
+void sum(Lane* lanes) {
+  uint32_t total = 0;
+  for (int l = 0; l < kWarp; ++l) total += lanes[l].exchange.in[0];
+  for (int l = 0; l < kWarp; ++l) lanes[l].exchange.out[0] = total;
+}
+
 void warp_sync(Lane* lanes, int line) {
   std::vector<Lane*> all;
   for (int l = 0; l < kWarp; ++l) all.push_back(&lanes[l]);
@@ -107,6 +113,7 @@ const char* name_of(Op op) {
     case Op::kShuffle: return "shuffle";
     case Op::kShuffleXor: return "shuffle_xor";
     case Op::kBallot: return "ballot";
+    case Op::kSum: return "warp_sum";
     case Op::kElectOne: return "elect_one";
     case Op::kWarpSync: return "warp_sync";
     case Op::kRegistersRaise: return "registers_raise";
@@ -125,6 +132,7 @@ void execute(Op op, Lane* lanes, int line) {
     case Op::kShuffle:
     case Op::kShuffleXor: shuffle(lanes, op, line); break;
     case Op::kBallot: ballot(lanes); break;
+    case Op::kSum: sum(lanes); break;
     case Op::kElectOne:
       for (int l = 0; l < kWarp; ++l) lanes[l].exchange.out[0] = l == m.elected;
       break;

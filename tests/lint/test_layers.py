@@ -32,7 +32,7 @@ LAYERS = (
             "model",
         ),
     ),
-    ("core", ("matrix", "plan", "guard", "limits", "family", "division")),
+    ("core", ("matrix", "plan", "guard", "limits", "family", "division", "occupancy")),
     ("families", ("families",)),
     ("render", ("render",)),
     ("build", ("build",)),

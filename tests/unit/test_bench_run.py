@@ -133,7 +133,7 @@ def sweep(monkeypatch):
         monkeypatch.setattr(run, "eager_cost_us", lambda calls: (4.0, 51.0))
         device = SimpleNamespace(name="NVIDIA H200", major=9, minor=0)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
-        return run.run_sweep([spec], with_peers=bool(peers), **options), kernels
+        return run.sweep_decode([spec], with_peers=bool(peers), **options), kernels
 
     return go
 
@@ -181,8 +181,3 @@ def test_a_wrong_peer_is_not_timed(sweep):
     (found,), _ = sweep(peers=(StandInPeer(error=1.2),))
     assert found.peers[0].gpu_us is None
     assert found.peers[0].note.startswith("wrong: out: ")
-
-
-def test_a_spec_without_the_op_is_refused():
-    with pytest.raises(SpecError, match=r"^v32_topk_h128: bench measures sparse_decode, and the spec's ops are topk: "):
-        run.run_sweep([load_spec("v32_topk_h128")])

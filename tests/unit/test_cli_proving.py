@@ -11,6 +11,8 @@ import pytest
 from dsagen.bench.data import DecodeCase
 from dsagen.bench.figures import DecodeFigures, PeerFigure, case_key
 from dsagen.bench.recording import last_times_us, record_figures, slower_lines
+from dsagen.bench.topk_data import TopkBenchCase
+from dsagen.bench.topk_figures import TopkFigures
 from dsagen.build import Store, build_units
 from dsagen.check.report import CaseResult, CheckReport
 from dsagen.cli import main
@@ -123,8 +125,8 @@ def swept(monkeypatch, figures):
         record_us = options["records"].get(case_key(figures.to_json()["case"]))
         return [replace(figures, record_us=record_us)]
 
-    monkeypatch.setattr("dsagen.bench.run.run_sweep", run_sweep)
-    monkeypatch.setattr("dsagen.bench.run.current_device_name", lambda: DEVICE)
+    monkeypatch.setattr("dsagen.bench.sweep.run_sweep", run_sweep)
+    monkeypatch.setattr("dsagen.bench.sweep.current_device_name", lambda: DEVICE)
     return seen
 
 
@@ -189,6 +191,44 @@ def test_what_got_slower_is_said(figures):
     assert slower_lines([replace(figures, record_us=9.4)]) == []
     (line,) = slower_lines([replace(figures, record_us=8.0)])
     assert line == "slower than the last record: v32_h16 batch 4: 9.5 us, was 8.0 us"
+
+
+@pytest.fixture
+def selections() -> list[TopkFigures]:
+    """Figures of both dtypes of scores, the second of them late."""
+    spec, found = load_spec("v32_topk_h128"), []
+    for score, gpu_us in (("fp32", 15.0), ("bf16", 14.5)):
+        (plan,) = expand(spec.replace(scores=score)).plans()
+        case = TopkBenchCase(score, 128, 32768, 2048, "set")
+        peers = (PeerFigure("torch", "torch", "2.11.0", 103.4),)
+        slugs = (plan.slug,)
+        found.append(
+            TopkFigures(spec.name, slugs, DEVICE, "sm_90a", case, gpu_us, 0.01, 16, 9.0, 15.5, 3.7, peers, None, 14.0)
+        )
+    return found
+
+
+@pytest.mark.compile
+@pytest.mark.usefixtures("no_evidence")
+def test_bench_of_both_dtypes_of_scores(capsys, monkeypatch, selections, session_store, tmp_path):
+    spec, file = load_spec("v32_topk_h128"), tmp_path / "rows.jsonl"
+    units = [render(plan) for score in ("fp32", "bf16") for plan in expand(spec.replace(scores=score)).plans()]
+    build_units(units, Store([session_store]))
+    monkeypatch.setattr("dsagen.bench.sweep.run_sweep", lambda specs, **_: selections)
+    monkeypatch.setattr("dsagen.bench.sweep.current_device_name", lambda: DEVICE)
+    code, out, _ = run(capsys, "bench", "v32_topk_h128", "--peers", "--record", str(file))
+    assert code == 0
+    title, header, fp32, bf16, missed = out.splitlines()[:5]
+    assert title.endswith(f", topk on {DEVICE}") and header.split()[-1] == "torch"
+    assert fp32.split() == [
+        *("fp32", "128", "32768", "2048", "set", "15.0", "1.0%", "3.70", "4.05", "1.12", "16.0", "1.07"),
+        *("9.0", "15.5", "-", "103.4"),
+    ]
+    assert bf16.split()[0] == "bf16"
+    assert missed == "  missed: bf16 128 x 32768, k 2048, set: 14.5 us, goal 13.0 us"
+    rows = read_rows(file)
+    assert [row.slug for row in rows] == [unit.slug for unit in units]
+    assert last_times_us(DEVICE, file) == {case_key(f.to_json()["case"]): f.gpu_us for f in selections}
 
 
 def test_bench_without_a_device_exits_with_5(capsys, monkeypatch):

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from dsagen.division import page_divisor
 from dsagen.errors import GuardError
 from dsagen.families.sparse_decode.choice import candidates, choose, explain_choice
-from dsagen.families.sparse_decode.op import DecodeShape, partition, resident_ctas
+from dsagen.families.sparse_decode.op import DecodeShape, partition
 from dsagen.families.sparse_decode.schedule import SplitLoad, choose_splits, split_cost_us
 from dsagen.family import family_of_op
 from dsagen.matrix import expand
+from dsagen.occupancy import resident_ctas
 from dsagen.spec import load_spec
 
 

@@ -6,6 +6,9 @@ import pytest
 import torch
 from fake_driver import GOOD, FakeDriver, fake_cubins, unpack
 
+from dsagen.check.run import run_case
+from dsagen.check.topk_cases import MOST_SLOTS, Probe, topk_cases
+from dsagen.check.topk_run import TopkRun
 from dsagen.errors import DeviceError, FrozenError, GuardError
 from dsagen.runtime.api import Kernels
 from dsagen.runtime.topk import TopkLauncher
@@ -265,3 +268,15 @@ def test_explain_says_what_is_checked(kernels):
     for size in ({"batch": "2"}, {"batch": 1, "s_q": 1.5}, {"batch": 1, "topk": True}):
         with pytest.raises(GuardError, match=rf"^\[T-12\] {list(size)[-1]}: expected a whole number, found "):
             kernels.explain("topk", **size)
+
+
+@pytest.mark.parametrize("scores", ["fp32", "bf16"])
+def test_every_call_of_the_check_is_accepted(scores, monkeypatch):
+    monkeypatch.setattr(TopkRun, "compare", lambda *_: None)
+    driver, kernels = make(scores=scores, topk=MOST_SLOTS)
+    cases = [case for case in topk_cases("quick") if case.probe is Probe.PLAIN]
+    for case in cases:
+        case = replace(case, rows=min(case.rows, 9), width=min(case.width, 5000))
+        result, _ = run_case(TopkRun(case, lambda _: kernels, torch.device("cpu"), 1))
+        assert result.status == "passed", (case.name, result.problem)
+    assert len(driver.launches) == len(cases) > 150

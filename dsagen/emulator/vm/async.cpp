@@ -19,8 +19,8 @@ constexpr u32 kRelaxedFlag = 1;
 u8* barrier_bytes(Cta& cta, u32 address, const char* what) {
   if (address % 8 != 0) fail("%s: shared address %#x is misaligned", what, address);
   u8* at = shared_bytes(cta, address, 8, what);
-  if (cta.mbarriers.find(address) == cta.mbarriers.end()) fail("%s: no mbarrier was initialised at shared byte %u",
-      what, address - kSharedReserve);
+  if (cta.mbarriers.find(address) == cta.mbarriers.end())
+    fail("%s: no mbarrier was initialised at shared byte %u", what, address - kSharedReserve);
   return at;
 }
 
@@ -75,7 +75,7 @@ u64 arrive(Cta& cta, u32 address, i32 count, i32 bytes, const char* what) {
   const u64 token = packed(b);
   if (count > b.pending)
     fail("%s: %d arrivals at the mbarrier at shared byte %u, whose phase waits for %d", what, count,
-        address - kSharedReserve, b.pending);
+         address - kSharedReserve, b.pending);
   b.pending -= count;
   b.bytes += bytes;
   settle(cta, address, at, b);
@@ -85,8 +85,8 @@ u64 arrive(Cta& cta, u32 address, i32 count, i32 bytes, const char* what) {
 // Before an arrival: what the lanes did so far happens before the end of the phase, unless the arrival is relaxed.
 void release(Warp& w, const Ins& i, u32 lanes, u32 address, const char* what) {
   each_lane(lanes, [&](int l) { barrier_bytes(w, l, address, what); });
-  if (w.cta->order.on && (i.flags & kRelaxedFlag) == 0) w.cta->order.release(w, lanes,
-      w.cta->mbarriers[address].arriving);
+  if (w.cta->order.on && (i.flags & kRelaxedFlag) == 0)
+    w.cta->order.release(w, lanes, w.cta->mbarriers[address].arriving);
 }
 
 // The same for all lanes at once, where they are sure to arrive in one phase of one barrier; `x` is its address.
@@ -196,7 +196,8 @@ void wait(Warp& w, const Ins& i, u32 mask) {
 bool has_earlier_copy(const Cta& cta, size_t index) {
   for (size_t n = 0; n < index; n++)
     if (cta.pending[n].kind == Pending::kCopy && cta.pending[n].bytes != 0 &&
-        cta.pending[n].thread == cta.pending[index].thread) return true;
+        cta.pending[n].thread == cta.pending[index].thread)
+      return true;
   return false;
 }
 
@@ -219,8 +220,8 @@ bool finish(Cta& cta, size_t index) {
   Pending& p = cta.pending[index];
   if (p.kind == Pending::kArrive) {
     if (has_earlier_copy(cta, index)) return false;
-    if (cta.order.on) cta.order.release_copies(p.thread / kLanes, p.thread % kLanes, p.number,
-        cta.mbarriers[p.barrier].arriving);
+    if (cta.order.on)
+      cta.order.release_copies(p.thread / kLanes, p.thread % kLanes, p.number, cta.mbarriers[p.barrier].arriving);
     arrive(cta, p.barrier, 1, 0, "cp.async.mbarrier.arrive");
     p.barrier = 0;
   } else {
@@ -272,7 +273,7 @@ void copy(Warp& w, const Ins& i, u32 mask) {
     if (copied > size) fail("cp.async: %u bytes of a source for %u bytes", copied, size);
     if (destination % size != 0 || source % size != 0) fail("cp.async of %u bytes: an address is misaligned", size);
     issue(cta, {Pending::kCopy, thread, cta.commit_groups[thread], destination, size, copied, source, 0, w.now,
-        1u << l}, "cp.async");
+                1u << l}, "cp.async");
   });
 }
 
@@ -280,8 +281,8 @@ void commit(Warp& w, const Ins&, u32 mask) {
   Cta& cta = *w.cta;
   each_lane(mask, [&](int l) {
     cta.commit_groups[w.thread(l)]++;
-    if (cta.order.on) cta.copies_committed[w.thread(l)].push_back(cta.order.copies_issued(w.index,
-        static_cast<u32>(l)));
+    if (cta.order.on)
+      cta.copies_committed[w.thread(l)].push_back(cta.order.copies_issued(w.index, static_cast<u32>(l)));
   });
 }
 
@@ -333,7 +334,7 @@ void require_visible(Warp& w, int l, u32 address) {
   Access writer;
   if (w.cta->order.knows_write(w, lane, address - kSharedReserve, kProxied, writer)) return;
   fail("proxy: a bulk copy completes on the mbarrier at shared byte %u, which warp %u, lane %u initialises (%s), with "
-       "neither "
+         "neither "
        "fence.mbarrier_init nor fence.proxy.async in between", address - kSharedReserve, writer.warp, writer.lane,
        place(*w.cta, writer.pc).c_str());
 }
@@ -367,8 +368,8 @@ void copy_bulk(Warp& w, const Ins& i, u32 mask) {
     if (destination % 16 != 0 || source % 16 != 0) fail("cp.async.bulk: an address is no multiple of 16");
     barrier_bytes(w, l, barrier, "cp.async.bulk");
     require_visible(w, l, barrier);
-    issue(*w.cta, {Pending::kBulk, static_cast<u32>(w.thread(l)), 0, destination, bytes, bytes, source, barrier,
-        w.now, 1u << l}, "cp.async.bulk");
+    issue(*w.cta, {Pending::kBulk, static_cast<u32>(w.thread(l)), 0, destination, bytes, bytes, source, barrier, w.now,
+                   1u << l}, "cp.async.bulk");
   });
 }
 

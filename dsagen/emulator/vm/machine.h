@@ -206,8 +206,8 @@ struct Cta {
   std::string describe_waiting() const;
 
  private:
-  bool run_in_turn();
-  bool run_by_priority();
+  bool run_in_turn(bool strict);
+  bool run_by_priority(bool strict);
   bool run_warp(Warp& warp, u32 budget);
   void run_group(Warp& warp, u32 limit, u32& budget);
   void load_specials(Warp& warp);

@@ -15,12 +15,12 @@ inline auto Order::sees_all(const Warp& w) const {
 
 // One access of a unit: first what is frequent.
 inline void Order::check(const Warp& w, u32 lane, Unit& unit, Shadow& shadow, Touch touch, u32 flags,
-    const Where& where) {
+                         const Where& where) {
   const WarpClocks& mine = clocks_[w.index];
   const Access& last = unit.write;
   Sharers& now = unit.sharers;
-  const bool known = last.time == 0 || (last.cta == linear_ && mine.common.views[kSeen].knows_all(last.agent,
-      last.time));
+  const bool known = last.time == 0 || (last.cta == linear_ &&
+                                        mine.common.views[kSeen].knows_all(last.agent, last.time));
   if (!known) check_write(w, lane, unit, touch, where);
   if (touch == Touch::kWrite) {
     if (now.lanes != 0) check_sharers(w, lane, unit, shadow, "write", where);
@@ -37,7 +37,7 @@ inline void Order::check(const Warp& w, u32 lane, Unit& unit, Shadow& shadow, To
 Access Order::now(const Warp& w, u32 lane, u32 flags) const {
   const u32 warp = w.index;
   return {linear_, static_cast<u16>(warp), static_cast<u8>(warp), static_cast<u8>(lane), clocks_[warp].time, w.now,
-      flags, w.store};
+          flags, w.store};
 }
 
 bool Order::knows(const Warp& w, u32 lane, View view, const Access& access) const {
@@ -53,7 +53,7 @@ bool Order::knows(const Warp& w, u32 lane, View view, const Access& access) cons
   }
   if (mine.common.knows(linear_, view, access.cta, access.agent, access.lane, access.time)) return true;
   return (mine.own_mask >> lane & 1) && mine.own[lane]->knows(linear_, view, access.cta, access.agent, access.lane,
-      access.time);
+                                                              access.time);
 }
 
 // Whether what the sharers did happens before what the lane does now; else `culprit` is one that does not.
@@ -62,7 +62,7 @@ bool Order::ordered(const Warp& w, u32 lane, const Sharers& sharers, Access& cul
   // All lanes at once, if all are known.
   const WarpClocks& mine = clocks_[w.index];
   if (sharers.cta == linear_ && sharers.time != kInFlight && mine.common.views[kSeen].knows_all(sharers.agent,
-      sharers.time)) return true;
+          sharers.time)) return true;
   for (u32 m = sharers.lanes; m != 0; m &= m - 1) {
     culprit.lane = static_cast<u8>(__builtin_ctz(m));
     if (!knows(w, lane, kSeen, culprit)) return false;
@@ -74,7 +74,7 @@ namespace {
 
 std::string cta_name(const Launch& launch, u32 linear) {
   return print("CTA (%u, %u, %u)", linear % launch.grid[0], linear / launch.grid[0] % launch.grid[1],
-      linear / launch.grid[0] / launch.grid[1]);
+               linear / launch.grid[0] / launch.grid[1]);
 }
 
 }  // namespace
@@ -95,8 +95,8 @@ void Order::clash(u32 lane, const char* act, const Access& other, const char* di
        place(*cta_, other.pc).c_str());
 }
 
-void Order::check_sharers(const Warp& w, u32 lane, Unit& unit, Shadow& shadow, const char* act,
-    const Where& where) const {
+void Order::check_sharers(const Warp& w, u32 lane, Unit& unit, Shadow& shadow, const char* act, const Where& where)
+    const {
   const char* did = unit.sharers.flags & kStrong ? "accesses atomically" : "reads";
   Access culprit;
   const auto one = [&](const Sharers& sharers) {
@@ -176,7 +176,7 @@ void Order::check_write(const Warp& w, u32 lane, Unit& unit, Touch touch, const 
     met = true;
   else
     clash(lane, touch == Touch::kRead ? "read" : touch == Touch::kWrite ? "write" : "atomic access", unit.write,
-        "writes", where);
+          "writes", where);
 }
 
 // Atomic accesses of two CTAs, of which one has the scope of its CTA only, are a race as well.
@@ -184,8 +184,8 @@ void Order::check_scopes(const Warp& w, u32 lane, Unit& unit, Shadow& shadow, u3
   Access culprit;
   const auto one = [&](const Sharers& other) {
     if (other.cta == linear_ || !((flags | other.flags) & kCtaScope)) return;
-    if (!ordered(w, lane, other, culprit)) clash(lane, "atomic access of CTA scope", culprit, "accesses atomically",
-        where);
+    if (!ordered(w, lane, other, culprit))
+      clash(lane, "atomic access of CTA scope", culprit, "accesses atomically", where);
   };
   if (unit.sharers.agent != kMany) return one(unit.sharers);
   const SharerList& list = shadow.list(unit.sharers);
@@ -208,7 +208,7 @@ void Order::global(const Warp& w, u32 lane, u32 region, u64 offset, u32 bytes, T
   std::unique_lock<std::mutex> guard(page.lock, std::defer_lock);
   if (global_->locks) guard.lock();
   page.shadow.visit(static_cast<u32>(offset % GlobalOrder::kPageBytes), bytes,
-      touch == Touch::kWrite ? &mine : nullptr, sees_all(w), [&](Unit& unit) {
+                    touch == Touch::kWrite ? &mine : nullptr, sees_all(w), [&](Unit& unit) {
     check(w, lane, unit, page.shadow, touch, flags, where);
   });
 }
@@ -237,12 +237,12 @@ void Order::issue(const Warp& w, u32 lane, u32 offset, u32 bytes, const Access& 
   const Where where{true, 0, offset, bytes};
   shadow_->visit(offset, bytes, &written, [](const Access&) { return false; }, [&](Unit& unit) {
     check(w, lane, unit, *shadow_, Touch::kWrite, 0, where);
-    if ((written.flags & kAsyncProxy) == 0 || (unit.write.flags & kAsyncProxy) != 0 || knows(w, lane, kProxied,
-        unit.write)) return;
+    if ((written.flags & kAsyncProxy) == 0 || (unit.write.flags & kAsyncProxy) != 0 ||
+        knows(w, lane, kProxied, unit.write)) return;
     fail("proxy: a bulk copy into %s, which %s warp %u, lane %u wrote (%s), without fence.proxy.async in between",
-        describe(where).c_str(),
-         cta_name(*cta_->launch, unit.write.cta).c_str(), unit.write.warp, unit.write.lane, place(*cta_,
-             unit.write.pc).c_str());
+         describe(where).c_str(),
+         cta_name(*cta_->launch, unit.write.cta).c_str(), unit.write.warp, unit.write.lane,
+             place(*cta_, unit.write.pc).c_str());
   });
 }
 

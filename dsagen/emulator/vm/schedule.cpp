@@ -8,8 +8,9 @@ namespace vm {
 namespace {
 
 constexpr u32 kSlice = 1024;
-// Turns without progress until registers are looked at, and until it is a standstill.
-constexpr u32 kSuspicious = 8, kStandstill = 64;
+// Turns in which nothing is written until only registers that change count as work, and then until it is a standstill.
+// Slices may end anywhere in a loop that waits, so that what seems to be work may be none.
+constexpr u32 kSuspicious = 256, kSuspiciouslyIdle = 8, kStandstill = 64;
 
 u64 fingerprint_of(const Warp& w) {
   u64 sum = 0x9e3779b97f4a7c15ull + w.runnable;
@@ -41,7 +42,7 @@ bool Cta::run_slice(Warp& w, u32 budget) {
 }
 
 // By a random schedule: from a random warp on, with slices of all lengths, some warps left out of the round.
-bool Cta::run_in_turn() {
+bool Cta::run_in_turn(bool strict) {
   bool worked = false;
   const u32 count = static_cast<u32>(warps.size());
   const bool shuffled = launch->schedule != kInTurn;
@@ -52,13 +53,13 @@ bool Cta::run_in_turn() {
     Warp& w = warps[(first + n) % count];
     if (w.runnable == 0) continue;
     if (!(leave_out && random.below(3) == 0))
-      worked |= run_slice(w, shuffled ? 1 + random.below(longest) : kSlice);
+      worked |= run_slice(w, shuffled && !strict ? 1 + random.below(longest) : kSlice);
   }
   return worked;
 }
 
 // The warp of the highest priority runs until it waits; priorities are rarely drawn anew.
-bool Cta::run_by_priority() {
+bool Cta::run_by_priority(bool strict) {
   const u32 count = static_cast<u32>(warps.size());
   if (priorities[0] == 0 || random.below(64) == 0)
     for (u32& priority : priorities) priority = 1 + random.below(1 << 20);
@@ -70,7 +71,7 @@ bool Cta::run_by_priority() {
     for (u32 i = 0; i < count; i++)
       if (warps[i].runnable != 0 && !waits[i] && (best == count || priorities[i] > priorities[best])) best = i;
     if (best == count) break;
-    const bool did = run_slice(warps[best], 1 + random.below(longest));
+    const bool did = run_slice(warps[best], strict ? kSlice : 1 + random.below(longest));
     worked |= did;
     waits[best] = !did;
   }
@@ -79,14 +80,15 @@ bool Cta::run_by_priority() {
 
 bool Cta::turn(bool strict) {
   const u64 before = progress;
-  bool worked = launch->schedule == kByPriority ? run_by_priority() : run_in_turn();
+  bool worked = launch->schedule == kByPriority ? run_by_priority(strict) : run_in_turn(strict);
   if (executed > launch->instruction_limit)
     throw Fault{print("livelock: CTA (%u, %u, %u) ran %llu instructions", id[0], id[1], id[2],
                       static_cast<unsigned long long>(executed)) + describe_waiting()};
   if (launch->schedule != kInTurn && random.below(4) == 0) complete_some(*this, false);
-  if (worked || progress != before) return true;
+  if (progress != before || (worked && !strict)) return true;
   if (complete_some(*this, launch->schedule == kInTurn)) return true;
   if (!strict) return false;
+  worked = false;
   for (Warp& w : warps) {
     if (w.runnable == 0) continue;
     const u64 now = fingerprint_of(w);
@@ -104,23 +106,23 @@ std::string Cta::describe_waiting() const {
     for (const Stand& stand : w.stands) {
       const NamedBarrier& barrier = barriers[stand.barrier];
       text += print("\n  warp %u, lanes %#x: at barrier %d, %u threads have arrived of ", w.index, stand.mask,
-          stand.barrier, barrier.arrived);
+                    stand.barrier, barrier.arrived);
       text += barrier.expected != 0 ? print("%u", barrier.expected) : std::string("all");
       text += ", " + place(*this, stand.pc);
     }
     if (w.parked != 0)
-      text += print("\n  warp %u, lanes %#x: wait for other lanes of the warp, ", w.index, w.parked) + place(*this,
-          w.pc[__builtin_ctz(w.parked)]);
+      text += print("\n  warp %u, lanes %#x: wait for other lanes of the warp, ", w.index, w.parked)
+          + place(*this, w.pc[__builtin_ctz(w.parked)]);
     if (w.runnable == 0) continue;
     if (w.polling == 0)
       text += print("\n  warp %u, lanes %#x: run at ", w.index, w.runnable) + place(*this, w.now);
     else if (w.polls_memory)
-      text += print("\n  warp %u, lanes %#x: look at %s again and again, ", w.index, w.runnable, name_address(*this,
-          w.poll_address).c_str()) +
+      text += print("\n  warp %u, lanes %#x: look at %s again and again, ", w.index, w.runnable,
+                    name_address(*this, w.poll_address).c_str()) +
               place(*this, w.poll_pc);
     else
       text += print("\n  warp %u, lanes %#x: wait for parity %u of the mbarrier at shared byte %lld (%s), ", w.index,
-          w.runnable,
+                    w.runnable,
                     w.poll_parity, static_cast<long long>(w.poll_address) - kSharedReserve,
                     describe_mbarrier(*this, static_cast<u32>(w.poll_address)).c_str()) + place(*this, w.poll_pc);
   }
@@ -177,27 +179,30 @@ bool Machine::turn() {
   if (residents_.empty()) return false;
   const size_t count = residents_.size();
   const size_t first = count > 1 && grid_.launch.schedule != kInTurn ? random_.below(static_cast<u32>(count)) : 0;
-  bool worked = false;
+  const bool strict = still_ >= kSuspicious || idle_ >= kSuspiciouslyIdle;
+  bool worked = false, moved = false;
   for (size_t n = 0; n < count; n++) {
     Cta& cta = *residents_[(first + n) % count];
-    worked |= cta.turn(idle_ >= kSuspicious);
-    worked |= cta.finished();
+    const u64 before = cta.progress;
+    worked |= cta.turn(strict);
+    moved |= cta.progress != before || cta.finished();
   }
-  if (worked) {
+  still_ = moved ? 0 : still_ + 1;
+  if (worked || moved) {
     grid_.activity++;
-    // Registers that change are no progress for others: it stays suspicious.
-    idle_ = idle_ >= kSuspicious ? kSuspicious : 0;
+    // Registers that change may still be those of a loop that waits.
+    idle_ = moved || !strict ? 0 : std::min(idle_, kSuspiciouslyIdle);
     fill();
-  } else {
-    idle_++;
-    if (grid_.launch.os_threads > 1 && activity_ != grid_.activity) {
-      activity_ = grid_.activity;
-      idle_ = 0;
-      std::this_thread::yield();
-    }
-    if (idle_ >= kStandstill) report_standstill();
+    return !residents_.empty();
   }
-  return !residents_.empty();
+  idle_++;
+  if (grid_.launch.os_threads > 1 && activity_ != grid_.activity) {
+    activity_ = grid_.activity;
+    idle_ = 0;
+    std::this_thread::yield();
+  }
+  if (idle_ >= kStandstill) report_standstill();
+  return true;
 }
 
 void Machine::report_standstill() {
@@ -216,7 +221,7 @@ void Machine::report_standstill() {
       text += print("\n in CTA (%u, %u, %u)", cta->id[0], cta->id[1], cta->id[2]);
     else
       text += print("%sdeadlock in CTA (%u, %u, %u): nothing can run and no copy is under way",
-          text.empty() ? "" : "\n ", cta->id[0],
+                    text.empty() ? "" : "\n ", cta->id[0],
                     cta->id[1], cta->id[2]);
     text += cta->describe_waiting();
   }

@@ -35,7 +35,7 @@ class Machine {
   std::vector<std::unique_ptr<Cta>> residents_;
   std::vector<std::unique_ptr<Cta>> spare_;
   Random random_{};
-  u32 idle_ = 0;
+  u32 idle_ = 0, still_ = 0;  // turns in a row in which nothing was done, or nothing was written
   u64 activity_ = 0;
 };
 

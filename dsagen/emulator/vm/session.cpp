@@ -109,9 +109,8 @@ extern "C" int vm_land(void* handle, uint32_t cta) {
   return guarded(session, [&] { return vm::complete_some(*session.machine.find(cta), true); });
 }
 
-extern "C" int vm_is_resident(void* handle, uint32_t cta) {
-  return static_cast<Session*>(handle)->machine.find(cta) != nullptr;
-}
+extern "C" int vm_is_resident(void* handle, uint32_t cta) { return static_cast<Session*>(handle)->machine.find(cta) !=
+                                                           nullptr; }
 
 // Lanes of a warp: pcs (32 words), then live, runnable and parked ones.
 extern "C" void vm_lanes(void* handle, uint32_t cta, uint32_t warp, uint32_t* out) {

@@ -80,7 +80,7 @@ void Shadow::merge(u32 granule) {
   for (int n = 0; n < 4; n++) {
     const Access &a = words[0].write, &b = words[n].write;
     if (words[n].sharers.lanes != 0 || a.cta != b.cta || a.agent != b.agent || a.time != b.time || a.flags != b.flags)
-        return;
+      return;
   }
   levels_[granule] = kMerged;
 }

@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from dsagen.arch import SMEM_RESERVED_PER_BLOCK_BYTES
-from dsagen.arch import arch as arch_row
 from dsagen.families.sparse_decode.guards import SIZE_GUARD
 from dsagen.families.sparse_decode.schedule import (
     BATCH_INVARIANT_SPLIT_TOKENS,
@@ -21,6 +19,7 @@ from dsagen.families.sparse_decode.schedule import (
 )
 from dsagen.guard import check, require_int
 from dsagen.kv_format import kv_format
+from dsagen.occupancy import resident_ctas
 from dsagen.plan import KernelPlan, round_up
 
 Determinism = Literal["off", "batch_invariant"]
@@ -119,20 +118,6 @@ def split_load(shape: DecodeShape, main_plan: KernelPlan, sm_count: int, row_til
         sm_count=sm_count,
         resident_ctas=resident_ctas(main_plan),
         partial_bytes=shape.rows * shape.heads * d_v * _FP32_BYTES,
-    )
-
-
-def resident_ctas(plan: KernelPlan) -> int:
-    """CTAs of a kernel that one SM holds at once, by shared memory, threads and the register cap."""
-    arch = arch_row(plan.variant.arch)
-    return max(
-        1,
-        min(
-            arch.max_blocks_per_sm,
-            arch.smem_per_sm_bytes // (plan.smem_bytes + SMEM_RESERVED_PER_BLOCK_BYTES),
-            arch.max_threads_per_sm // plan.threads,
-            arch.registers_per_sm // (plan.threads * plan.registers_cap),
-        ),
     )
 
 

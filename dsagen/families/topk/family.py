@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from dsagen.arch import Arch
 from dsagen.arch import arch as arch_row
 from dsagen.families.topk.geometry import (
+    MOST_THREADS,
+    RESIDENT_SHAPES,
     SCORE_CPP,
     Geometry,
-    preferred_candidates,
-    preferred_geometry,
-    smem_fields,
+    ResidentGeometry,
+    resident_geometry,
+    resident_smem,
+    stream_smem,
 )
-from dsagen.families.topk.guards import LAUNCH_GUARDS, PLAN_GUARDS
-from dsagen.families.topk.params import PARAMS
+from dsagen.families.topk.guards import LAUNCH_GUARDS, PLAN_GUARDS, RESIDENT_GUARDS, SELECT_GUARDS
+from dsagen.families.topk.params import PARAMS, SPLIT_PARAMS
 from dsagen.family import Cell
 from dsagen.guard import Guard, check
-from dsagen.plan import KernelPlan, TypeAlias, Variant, checked, lay_out_params
+from dsagen.plan import KernelPlan, SmemField, TypeAlias, Variant, checked, lay_out_params
 
 if TYPE_CHECKING:
     from dsagen.spec import DeploymentSpec
 
 NAME = "topk"
-BODY = "row_select"
-# Two rows of a block of 1024 threads never share an SM: one has all of its registers.
+RESIDENT, STREAM, SPLIT = "row_resident", "row_stream", "row_split"
+# Kernels of row_split, in the order of their launches.
+COUNT, SELECT = "count", "select"
+# 1024 threads of them are all that an SM has.
 MOST_REGISTERS = 64
 
 # A plan guard's names in the generated unit; names that are not here are printed as numbers.
@@ -33,41 +39,119 @@ _C_NAMES = {
     "threads": "Body::kThreads",
     "digit_bits": "Body::kDigitBits",
     "key_bits": "Body::kKeyBits",
-    "vector_elements": "Body::Vector::kElements",
+    "vector_scores": "Body::Vector::kElements",
+    "row_scores": "Body::kRowScores",
+    "words": "Body::kWords",
+    "in_flight": "Constants::kInFlight",
+    "bitmap_words": "Constants::kBitmapWords",
+    "elements": "Constants::kElements",
 }
 
 
 class TopK:
-    """Exact top-k, portable body: one block a row."""
+    """Exact top-k, portable bodies."""
 
     name = NAME
     ops: tuple[str, ...] = ("topk",)
     guards: tuple[Guard, ...] = PLAN_GUARDS + LAUNCH_GUARDS
 
     def expand(self, spec: DeploymentSpec, arch: Arch) -> tuple[Cell, ...]:
-        """The one kernel that selects from scores of the spec's dtype."""
+        """The kernels that select from scores of the spec's dtype, for rows of every length."""
         assert spec.scores is not None, "a spec with the op has a dtype of scores"
-        axes: tuple[tuple[str, str | int], ...] = (
-            ("score", spec.scores),  # bytes of a load, bits of a key and so the number of sweeps
-            ("cand", preferred_candidates(spec.scores)),  # shared memory
-        )
-        return (Cell(NAME, "main", arch.name, Variant(NAME, "main", BODY, arch.name, axes)),)
+        variants = [resident_variant(spec.scores, arch, threads) for threads, *_ in RESIDENT_SHAPES[arch.smem_class]]
+        variants += [stream_variant(spec.scores, arch), *split_variants(spec.scores, arch)]
+        return tuple(Cell(NAME, variant.kernel, arch.name, variant) for variant in variants)
 
     def plan(self, variant: Variant) -> KernelPlan:
         """The plan of a variant; GuardError names the limit that it breaks."""
-        return plan_select(variant)
+        plans = {RESIDENT: plan_resident, STREAM: plan_stream, SPLIT: plan_split}
+        return plans[variant.body](variant)
 
 
 FAMILY = TopK()
 
 
-def plan_select(variant: Variant, geometry: Geometry | None = None) -> KernelPlan:
-    """The kernel's plan; `geometry` overrides the preferred one (for tests and for measuring others)."""
-    arch, score = arch_row(variant.arch), str(variant.axis("score"))
-    g = geometry or preferred_geometry(score, variant.axis_int("cand"))
-    fields, smem_bytes = smem_fields(g)
-    params, params_bytes = lay_out_params(PARAMS)
-    values = {
+def resident_variant(score: str, arch: Arch, threads: int) -> Variant:
+    """The kernel that holds a row in shared memory."""
+    axes: tuple[tuple[str, str | int], ...] = (
+        ("score", score),  # bits of a key, scores in a word
+        ("threads", threads),  # shared memory, scores of a row
+        ("smem", arch.smem_class),  # shared memory, scores of a row
+    )
+    return Variant(NAME, "main", RESIDENT, arch.name, axes)
+
+
+def stream_variant(score: str, arch: Arch) -> Variant:
+    """The kernel that sweeps a row in global memory."""
+    axes: tuple[tuple[str, str | int], ...] = (("score", score),)  # bytes of a load, bits of a key
+    return Variant(NAME, "main", STREAM, arch.name, axes)
+
+
+def split_variants(score: str, arch: Arch) -> tuple[Variant, ...]:
+    """The kernels that share a row among blocks."""
+    axes: tuple[tuple[str, str | int], ...] = (("score", score),)  # bytes of a load, bits of a key
+    return tuple(Variant(NAME, kernel, SPLIT, arch.name, axes) for kernel in (COUNT, SELECT))
+
+
+def plan_resident(variant: Variant, geometry: ResidentGeometry | None = None) -> KernelPlan:
+    """Plan of row_resident; `geometry` overrides that of the axes (for tests and for measuring others)."""
+    smem_class, threads = variant.axis_int("smem"), variant.axis_int("threads")
+    g = geometry or resident_geometry(str(variant.axis("score")), smem_class, threads)
+    values = {"row_scores": g.row_scores, "words": g.words}
+    budget = (
+        ("shape", f"rows of up to {g.row_scores} scores by {g.threads} threads"),
+        ("row sweeps", "one in global memory; then as row_stream's, in shared memory"),
+    )
+    constants = (("kWords", g.words),)
+    copy = "bulk" if arch_row(variant.arch).has_bulk_copy else "async"
+    types = (
+        TypeAlias("Copy", f"topk::RowCopy<Constants, {g.batches}>", f"topk/row_copy_{copy}.cuh"),
+        TypeAlias(
+            "Body",
+            f"topk::RowResident<Constants, SharedStorage, Score, Copy, {g.batches}, Params>",
+            f"topk/{RESIDENT}.cuh",
+        ),
+    )
+    return _plan(variant, g, RESIDENT_GUARDS, values, constants, resident_smem(g), types, budget)
+
+
+def plan_stream(variant: Variant, geometry: Geometry | None = None) -> KernelPlan:
+    """Plan of row_stream; `geometry` overrides the preferred one (for tests and for measuring others)."""
+    g = geometry or Geometry(str(variant.axis("score")), MOST_THREADS)
+    budget = (
+        ("shape", f"a row by {g.threads} threads, {g.levels} digits of up to {g.digit_bits} bits"),
+        ("row sweeps", f"2 where {g.elements} elements suffice after the first digit, at most {g.levels + 1}"),
+    )
+    types = (TypeAlias("Body", "topk::RowStream<Constants, SharedStorage, Score, Params>", f"topk/{STREAM}.cuh"),)
+    return _plan(variant, g, SELECT_GUARDS, {}, (), stream_smem(g), types, budget)
+
+
+def plan_split(variant: Variant, geometry: Geometry | None = None) -> KernelPlan:
+    """Plan of a kernel of row_split; `geometry` overrides the preferred one (for tests and for measuring others)."""
+    g = geometry or Geometry(str(variant.axis("score")), MOST_THREADS)
+    cpp = {COUNT: "SplitCount", SELECT: "SplitSelect"}[variant.kernel]
+    budget = (
+        ("shape", f"a part of a row by {g.threads} threads"),
+        ("row sweeps", f"one by each kernel where {g.elements} elements suffice after the first digit"),
+    )
+    types = (TypeAlias("Body", f"topk::{cpp}<Constants, SharedStorage, Score, Params>", f"topk/{SPLIT}.cuh"),)
+    return _plan(variant, g, SELECT_GUARDS, {}, (), stream_smem(g), types, budget)
+
+
+def _plan(
+    variant: Variant,
+    g: Geometry,
+    guards: tuple[Guard, ...],
+    values: Mapping[str, int],
+    constants: tuple[tuple[str, int], ...],
+    smem: tuple[tuple[SmemField, ...], int],
+    types: tuple[TypeAlias, ...],
+    budget: tuple[tuple[str, str], ...],
+) -> KernelPlan:
+    arch = arch_row(variant.arch)
+    splits = variant.body == SPLIT
+    (fields, smem_bytes), (params, params_bytes) = smem, lay_out_params(SPLIT_PARAMS if splits else PARAMS)
+    all_values = {
         "smem_bytes": smem_bytes,
         "smem_optin_bytes": arch.smem_optin_bytes,
         "threads": g.threads,
@@ -75,40 +159,37 @@ def plan_select(variant: Variant, geometry: Geometry | None = None) -> KernelPla
         "registers_per_sm": arch.registers_per_sm,
         "digit_bits": g.digit_bits,
         "key_bits": g.key_bits,
-        "vector_elements": g.vector_elements,
+        "vector_scores": g.vector_scores,
+        "in_flight": g.in_flight,
+        "bitmap_words": g.bitmap_words,
+        "elements": g.elements,
+        **values,
     }
-    check(PLAN_GUARDS, values, variant.slug)
+    check(guards, all_values, variant.slug)
     return KernelPlan(
         variant=variant,
         constants=(
             ("kThreads", g.threads),
             ("kDigitBits", g.digit_bits),
-            ("kCandidates", g.candidates),
             ("kInFlight", g.in_flight),
+            ("kElements", g.elements),
+            ("kBitmapWords", g.bitmap_words),
+            *constants,
         ),
-        types=(
-            TypeAlias("Score", SCORE_CPP[score], "topk/score.cuh"),
-            TypeAlias("Body", "topk::RowSelect<Constants, SharedStorage, Score, Params>", "topk/row_select.cuh"),
-        ),
+        types=(TypeAlias("Score", SCORE_CPP[g.score], "topk/score.cuh"), *types),
         threads=g.threads,
-        min_blocks_per_sm=1,
+        min_blocks_per_sm=arch.registers_per_sm // (g.threads * MOST_REGISTERS),
         registers_cap=MOST_REGISTERS,
         smem=fields,
         smem_bytes=smem_bytes,
         params=params,
         params_bytes=params_bytes,
-        grid="rows",
-        overlaps_previous=False,
-        guards=checked(PLAN_GUARDS, values, _C_NAMES),
-        budget=_budget(g, smem_bytes, arch),
-    )
-
-
-def _budget(g: Geometry, smem_bytes: int, arch: Arch) -> tuple[tuple[str, str], ...]:
-    kept = f", or {g.levels + 1} where more than {g.candidates} keys share the first digit" if g.levels > 2 else ""
-    return (
-        ("shape", f"a row by {g.threads} threads, {g.levels} digits of up to {g.digit_bits} bits"),
-        ("shared memory", f"{smem_bytes} of {arch.smem_optin_bytes} B"),
-        ("registers", f"{MOST_REGISTERS} a thread"),
-        ("row sweeps", f"at most {min(g.levels, 2) + 1}{kept}"),
+        grid="rows * parts" if splits else "rows",
+        overlaps_previous=variant.kernel == SELECT,
+        guards=checked(guards, all_values, _C_NAMES),
+        budget=(
+            *budget,
+            ("shared memory", f"{smem_bytes} of {arch.smem_optin_bytes} B"),
+            ("registers", f"{MOST_REGISTERS} a thread"),
+        ),
     )

@@ -1,9 +1,9 @@
-"""Sizes of the top-k kernel: threads, digits, and the shared memory that they need."""
+"""Sizes of the top-k kernels: threads, digits, and the shared memory that they need."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dsagen.dtype import BF16, FP32, ElementType
 from dsagen.plan import SmemField, lay_out_smem
@@ -11,21 +11,23 @@ from dsagen.plan import SmemField, lay_out_smem
 SCORE_TYPES: Mapping[str, ElementType] = {"fp32": FP32, "bf16": BF16}
 SCORE_CPP: Mapping[str, str] = {"fp32": "topk::Fp32Score", "bf16": "topk::Bf16Score"}
 DIGIT_BITS = 11
-THREADS = 1024
-# 32 KiB of keys. Rows with more of them under the first digit are swept once more.
-CANDIDATES = 8192
 VECTOR_BYTES = 16
+WORD_BYTES = 4
+MOST_THREADS = 1024
+SMALL_THREADS = 256
+# Elements are (key, index), 8 B. A row with more of them under a digit than have room is swept for the next digit too.
+LIST_ELEMENTS = 8192
+# Indices are put in order so many words of bits at a time.
+STREAM_BITMAP_WORDS = 4096
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """What a block is. `candidates` keys fit its buffer; `in_flight` vectors of 16 B a thread loads at a time."""
+    """What every block is: threads that find an 11-bit digit at a time."""
 
     score: str
-    threads: int = THREADS
+    threads: int
     digit_bits: int = DIGIT_BITS
-    candidates: int = 0
-    in_flight: int = 4
 
     @property
     def key_bits(self) -> int:
@@ -38,36 +40,76 @@ class Geometry:
         return -(-self.key_bits // self.digit_bits)
 
     @property
-    def vector_elements(self) -> int:
-        """Scores that a thread loads at once."""
+    def vector_scores(self) -> int:
+        """Scores in 16 bytes."""
         return VECTOR_BYTES * 8 // self.key_bits
 
+    @property
+    def word_scores(self) -> int:
+        """Scores in 4 bytes."""
+        return WORD_BYTES * 8 // self.key_bits
 
-def keeps_candidates(key_bits: int, digit_bits: int = DIGIT_BITS) -> bool:
-    """Whether keys are kept in shared memory: with two digits nothing is left to do with them."""
-    return key_bits > 2 * digit_bits
-
-
-def preferred_geometry(score: str, candidates: int) -> Geometry:
-    """The geometry of a variant."""
-    return Geometry(score, candidates=candidates)
-
-
-def preferred_candidates(score: str) -> int:
-    """Size of the candidate buffer in keys; 0 without one."""
-    return CANDIDATES if keeps_candidates(SCORE_TYPES[score].bits) else 0
+    # Vectors of 16 B that a thread has on their way, or in registers, at a time.
+    in_flight: int = 4
+    # Room in the list of elements, and words of the bitmap.
+    elements: int = LIST_ELEMENTS
+    bitmap_words: int = STREAM_BITMAP_WORDS
 
 
-def smem_fields(g: Geometry) -> tuple[tuple[SmemField, ...], int]:
-    """The shared-memory struct and its size in bytes."""
-    fields = [
+@dataclass(frozen=True)
+class ResidentGeometry(Geometry):
+    """A block whose shared memory holds a row: `words` of 4 bytes a thread."""
+
+    words: int = 32
+
+    @property
+    def batches(self) -> int:
+        """Parts in which the row arrives."""
+        return self.words // (4 * self.in_flight)
+
+    @property
+    def row_scores(self) -> int:
+        """Scores that the block holds, counted from a 16-byte boundary."""
+        return self.threads * self.words * self.word_scores
+
+
+# (threads, words a thread, vectors in flight, elements) of the blocks that hold a row, smallest first, by shared-memory
+# class: as long a row as leaves room for a list of three times the usual k.
+RESIDENT_SHAPES: Mapping[int, tuple[tuple[int, int, int, int], ...]] = {
+    227: ((SMALL_THREADS, 32, 4, 4096), (MOST_THREADS, 32, 4, 8192)),
+    163: ((SMALL_THREADS, 32, 4, 4096), (MOST_THREADS, 24, 3, 6144)),
+    99: ((MOST_THREADS, 8, 2, 6144),),
+}
+
+
+def resident_geometry(score: str, smem_class: int, threads: int) -> ResidentGeometry:
+    """The geometry of a block that holds a row; bf16 has twice as many scores in a word, and half as many in flight."""
+    words, in_flight, elements = next(rest for first, *rest in RESIDENT_SHAPES[smem_class] if first == threads)
+    g = ResidentGeometry(score, threads, words=words, in_flight=in_flight, elements=elements)
+    return replace(g, bitmap_words=-(-g.row_scores // 32 // threads) * threads)
+
+
+def resident_smem(g: ResidentGeometry) -> tuple[tuple[SmemField, ...], int]:
+    """The shared-memory struct of row_resident and its size in bytes."""
+    fields = (
+        SmemField("words", "u32", (g.threads * g.words,), "the row's scores"),
+        SmemField("landed", "u64", (max(g.batches, 2),), "barriers: a batch of the row has arrived"),
+    )
+    return lay_out_smem([*fields, *_select_fields(g)])
+
+
+def stream_smem(g: Geometry) -> tuple[tuple[SmemField, ...], int]:
+    """The shared-memory struct of row_stream and its size in bytes."""
+    return lay_out_smem(_select_fields(g))
+
+
+def _select_fields(g: Geometry) -> tuple[SmemField, ...]:
+    return (
         SmemField("histogram", "u32", (1 << g.digit_bits,), "keys by their next digit"),
-        SmemField("warp_sums", "u32", (2, 32), "of a block's prefix sum, two sets"),
+        SmemField("warp_sums", "u32", (2, 32), "of a prefix sum over the block, two sets"),
         SmemField("found", "u32", (4,), "digit of the k-th key, how many of it to take, how many there are"),
-    ]
-    if keeps_candidates(g.key_bits, g.digit_bits):
-        fields += [
-            SmemField("kept", "u32", (4,), "keys in the buffer so far"),
-            SmemField("candidates", "u32", (max(g.candidates, 4),), "keys under the first digit, where all fit"),
-        ]
-    return lay_out_smem(fields)
+        SmemField("listed", "u32", (4,), "elements in the list so far; what one thread tells the others"),
+        SmemField("keys", "u32", (max(g.elements, 4),), "their keys"),
+        SmemField("indices", "u32", (max(g.elements, 4),), "and indices"),
+        SmemField("bitmap", "u32", (g.bitmap_words,), "selected indices, a bit each"),
+    )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dsagen.guard import Guard
 
-PLAN_GUARDS: tuple[Guard, ...] = (
+_BLOCK_GUARDS: tuple[Guard, ...] = (
     Guard(
         "K-01",
         "plan",
         "smem_bytes <= smem_optin_bytes",
-        "shared memory: the plan needs {smem_bytes} B and a block may have {smem_optin_bytes} B: keep fewer candidates",
+        "shared memory: the plan needs {smem_bytes} B and a block may have {smem_optin_bytes} B: hold fewer scores",
     ),
     Guard(
         "K-02",
@@ -29,14 +29,46 @@ PLAN_GUARDS: tuple[Guard, ...] = (
         "1 <= digit_bits and digit_bits <= 12 and digit_bits <= key_bits",
         "digits of {digit_bits} bits for keys of {key_bits}: must be 1 to 12 and no more than the key has",
     ),
+)
+SELECT_GUARDS: tuple[Guard, ...] = (
+    *_BLOCK_GUARDS,
     Guard(
         "TK-03",
         "plan",
-        "threads * vector_elements <= 65535",
-        "block of {threads} threads x {vector_elements} scores: their counts are summed in 16 bits each, use fewer "
+        "threads * vector_scores <= 65535",
+        "block of {threads} threads x {vector_scores} scores: their counts are summed in 16 bits each, use fewer "
         "threads",
     ),
+    Guard(
+        "TK-10",
+        "plan",
+        "1 <= in_flight and in_flight * vector_scores <= 32",
+        "{in_flight} vectors of {vector_scores} scores in flight: a thread has a bit for each, so at most 32 scores",
+    ),
+    Guard(
+        "TK-11",
+        "plan",
+        "bitmap_words % threads == 0 and 1 <= bitmap_words",
+        "a bitmap of {bitmap_words} words: each of {threads} threads takes as many, so it must be a multiple",
+    ),
+    Guard("TK-12", "plan", "1 <= elements", "a list of {elements} elements: must have room for one at least"),
 )
+RESIDENT_GUARDS: tuple[Guard, ...] = (
+    *SELECT_GUARDS,
+    Guard(
+        "TK-13",
+        "plan",
+        "words % (4 * in_flight) == 0 and 1 <= words and words <= 8 * in_flight",
+        "{words} words a thread: must be one or two batches of {in_flight} vectors",
+    ),
+    Guard(
+        "TK-15",
+        "plan",
+        "row_scores <= 32 * bitmap_words",
+        "rows of {row_scores} scores: the bitmap of {bitmap_words} words is narrower",
+    ),
+)
+PLAN_GUARDS: tuple[Guard, ...] = RESIDENT_GUARDS
 
 CAPACITY_GUARD = Guard(
     "TK-04",
@@ -76,6 +108,27 @@ WINDOW_GUARD = Guard(
     "0 <= start and start <= width and length <= width - start",
     "window of row {row}: {length} scores from {start} leave the row's {width} ({count} rows do)",
 )
+# Which kernel takes a call: `lead` is by how many scores a window may start behind a multiple of 16 bytes.
+FIT_GUARD = Guard(
+    "TK-14",
+    "launch",
+    "width + lead <= row_scores",
+    "rows of {width} scores, up to {lead} behind a multiple of 16 bytes: this kernel holds {row_scores}",
+)
+# Rows are shared among blocks where there are too few of them, each long enough for a part.
+PARTS_GUARD = Guard(
+    "TK-16",
+    "launch",
+    "2 <= parts",
+    "{rows} rows of {row_bytes} B over {sm_count} SMs: {parts} parts a row, too few to share a row among blocks",
+)
+WORKSPACE_GUARD = Guard(
+    "TK-17",
+    "launch",
+    "needed_bytes <= workspace_bytes and workspace_address % 16 == 0",
+    "workspace: {workspace_bytes} B at {workspace_address:#x}, the plan needs {needed_bytes} B at a multiple of 16: "
+    "pass what topk_workspace_bytes tells, or none",
+)
 LAUNCH_GUARDS: tuple[Guard, ...] = (
     CAPACITY_GUARD,
     ROWS_GUARD,
@@ -83,4 +136,7 @@ LAUNCH_GUARDS: tuple[Guard, ...] = (
     PAGE_GUARD,
     TABLE_GUARD,
     WINDOW_GUARD,
+    FIT_GUARD,
+    PARTS_GUARD,
+    WORKSPACE_GUARD,
 )

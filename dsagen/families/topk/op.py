@@ -1,42 +1,152 @@
-"""Launch arithmetic of top-k: what a call's sizes must be, and a text that shows it. No torch."""
+"""Launch arithmetic of top-k: which kernels take a call, with how many blocks, and a text that shows it. No torch."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from dsagen.families.topk.guards import CAPACITY_GUARD, LAUNCH_GUARDS, ROWS_GUARD
-from dsagen.plan import KernelPlan
+from dsagen.families.topk.family import COUNT, RESIDENT, SELECT
+from dsagen.families.topk.geometry import SCORE_TYPES, VECTOR_BYTES, WORD_BYTES
+from dsagen.families.topk.guards import (
+    CAPACITY_GUARD,
+    FIT_GUARD,
+    LAUNCH_GUARDS,
+    PARTS_GUARD,
+    ROWS_GUARD,
+    WIDTH_GUARD,
+)
+from dsagen.guard import Guard, check
+from dsagen.occupancy import resident_ctas
+from dsagen.plan import KernelPlan, round_up
 
-SIZE_GUARDS = (CAPACITY_GUARD, ROWS_GUARD)
+SIZE_GUARDS = (CAPACITY_GUARD, ROWS_GUARD, WIDTH_GUARD)
 # Candidate blocks hold this many consecutive indices each.
 CANDIDATE_BLOCK = 8
+# Scores that are worth a block of their own: two vectors of 16 B for each of 1024 threads.
+LEAST_PART_BYTES = 32 * 1024
+WORKSPACE_ALIGNMENT_BYTES = 256
+_WORD_BYTES = 4
+
+Plans = Mapping[str, Sequence[KernelPlan]]
 
 
 @dataclass(frozen=True)
 class TopkShape:
-    """Run-time sizes of a call: `k` slots for each of `rows` rows, in an op whose capacity is `capacity` slots."""
+    """Run-time sizes of a call: `k` slots for each of `rows` rows of `width` scores; the spec allows `capacity` slots.
+
+    `lead` bounds how many scores a window starts behind a multiple of 16 bytes.
+    """
 
     rows: int
+    width: int
     k: int
     capacity: int
+    lead: int = 0
 
     @property
     def values(self) -> dict[str, int]:
         """What the guards of sizes read."""
-        return {"rows": self.rows, "k": self.k, "topk_capacity": self.capacity}
+        return {"rows": self.rows, "width": self.width, "k": self.k, "topk_capacity": self.capacity, "lead": self.lead}
 
 
-def explain_call(plan: KernelPlan, shape: TopkShape) -> str:
-    """Which kernel a call takes and what is checked, for people."""
+@dataclass(frozen=True)
+class Split:
+    """How rows are shared among blocks, and the workspace for it: offsets in bytes, all of it zeros between calls."""
+
+    parts: int
+    part_slots: int
+    list_stride: int
+    counters_offset_bytes: int
+    lists_offset_bytes: int
+    workspace_bytes: int
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Kernels in the order of their launches, what refuses them for a call, and the blocks of each launch.
+
+    `why` is the guard that decides, with its verdict; empty for kernels that take every call.
+    """
+
+    plans: tuple[KernelPlan, ...]
+    refused: bool
+    ctas: int
+    why: str = ""
+    split: Split | None = None
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Workspace of a call."""
+        return 0 if self.split is None else self.split.workspace_bytes
+
+
+def most_lead(score: str) -> int:
+    """By how many scores a window can start behind a multiple of 16 bytes."""
+    return VECTOR_BYTES * 8 // SCORE_TYPES[score].bits - 1
+
+
+def candidates(plans: Plans, shape: TopkShape, sm_count: int) -> tuple[Candidate, ...]:
+    """Every way to run a call, in the order in which they are preferred. `plans` are by kernel name."""
+    mains = plans["main"]
+    held = [_judge_resident(plan, shape, sm_count) for plan in mains if plan.variant.body == RESIDENT]
+    swept = [Candidate((plan,), False, shape.rows) for plan in mains if plan.variant.body != RESIDENT]
+    return (*held, _judge_split(plans[COUNT][0], plans[SELECT][0], shape, sm_count), *swept)
+
+
+def choose(plans: Plans, shape: TopkShape, sm_count: int) -> Candidate:
+    """The first way that fits; GuardError for sizes that none takes."""
+    check(SIZE_GUARDS, shape.values)
+    return next(found for found in candidates(plans, shape, sm_count) if not found.refused)
+
+
+def explain_call(plans: Plans, shape: TopkShape, sm_count: int) -> str:
+    """Which kernels a call takes and what is checked, for people."""
     values = shape.values
-    fits = all(guard.holds(values) for guard in SIZE_GUARDS)
-    lines = [f"shape: {shape.rows} rows, k {shape.k}", "candidates:", f"  {plan.slug}: {'fits' if fits else 'refused'}"]
-    for guard in SIZE_GUARDS:
-        read = "  ".join(f"{name}={values[name]}" for name in guard.names)
-        verdict = "holds" if guard.holds(values) else f"refuses: {guard.message.format(**values)}"
-        lines.append(f"    [{guard.guard_id}] {guard.expression}  {read}  {verdict}")
-    of_call = [guard for guard in LAUNCH_GUARDS if guard not in SIZE_GUARDS]
+    lines = [f"shape: {shape.rows} rows of {shape.width} scores, k {shape.k}", "sizes:"]
+    lines += [f"  {_verdict(guard, values)}" for guard in SIZE_GUARDS]
+    lines.append("candidates:")
+    judged = candidates(plans, shape, sm_count)
+    for found in judged:
+        verdict = "refused" if found.refused else f"fits, {found.ctas} CTAs"
+        lines += [f"  {_slugs(found)}: {verdict}", *([f"    {found.why}"] if found.why else [])]
+    deciding = (*SIZE_GUARDS, FIT_GUARD, PARTS_GUARD)
+    of_call = [guard for guard in LAUNCH_GUARDS if guard not in deciding]
     lines += ["checked on the arguments of each call:", *(f"  [{g.guard_id}] {g.expression}" for g in of_call)]
-    if not fits:
+    if not all(guard.holds(values) for guard in SIZE_GUARDS):
         return "\n".join([*lines, "chosen: none"])
-    return "\n".join([*lines, f"chosen: {plan.slug}", f"grid: {shape.rows} CTAs, one a row", "workspace: 0 B"])
+    chosen = next(found for found in judged if not found.refused)
+    parts = f", {chosen.split.parts} a row" if chosen.split else ""
+    grid = f"grid: {chosen.ctas} CTAs{parts}"
+    return "\n".join([*lines, f"chosen: {_slugs(chosen)}", grid, f"workspace: {chosen.workspace_bytes} B"])
+
+
+def _slugs(found: Candidate) -> str:
+    return " + ".join(plan.slug for plan in found.plans)
+
+
+def _judge_resident(plan: KernelPlan, shape: TopkShape, sm_count: int) -> Candidate:
+    word_scores = WORD_BYTES * 8 // SCORE_TYPES[str(plan.variant.axis("score"))].bits
+    values = {**shape.values, "row_scores": plan.threads * plan.constant("kWords") * word_scores}
+    ctas = min(shape.rows, sm_count * resident_ctas(plan))
+    return Candidate((plan,), not FIT_GUARD.holds(values), ctas, _verdict(FIT_GUARD, values))
+
+
+def _judge_split(count: KernelPlan, select: KernelPlan, shape: TopkShape, sm_count: int) -> Candidate:
+    row_bytes = shape.width * SCORE_TYPES[str(count.variant.axis("score"))].bits // 8
+    parts = min(sm_count // max(shape.rows, 1), row_bytes // LEAST_PART_BYTES)
+    values = {**shape.values, "parts": parts, "sm_count": sm_count, "row_bytes": row_bytes}
+    why = _verdict(PARTS_GUARD, values)
+    if not PARTS_GUARD.holds(values):
+        return Candidate((count, select), True, 0, why)
+    slots = round_up(shape.k, 4)
+    stride = max(round_up(select.constant("kElements"), 4), parts * slots)
+    counters = round_up(shape.rows * _WORD_BYTES << select.constant("kDigitBits"), WORKSPACE_ALIGNMENT_BYTES)
+    lists = round_up(counters + shape.rows * 2 * _WORD_BYTES, WORKSPACE_ALIGNMENT_BYTES)
+    split = Split(parts, slots, stride, counters, lists, lists + shape.rows * stride * _WORD_BYTES)
+    return Candidate((count, select), False, shape.rows * parts, why, split)
+
+
+def _verdict(guard: Guard, values: dict[str, int]) -> str:
+    read = "  ".join(f"{name}={values[name]}" for name in guard.names)
+    verdict = "holds" if guard.holds(values) else f"refuses: {guard.message.format(**values)}"
+    return f"[{guard.guard_id}] {guard.expression}  {read}  {verdict}"

@@ -12,7 +12,9 @@ namespace tile {
 
 template <class C>
 struct RowCopy {
-  static constexpr int kArrivals = 1;
+  // Each lane, for what it stored itself, and the lane that issues the copies. A lane could arrive for the others after
+  // warp_sync, but tools that look for races take an arrival for what its own thread did only.
+  static constexpr int kArrivals = 33;
   static_assert(C::kRowBytes % 16 == 0 && C::kRowPitchBytes % 16 == 0 && C::kStageTokens == 32);
 
   static DSA_DEVICE void fence_init() { ptx::fence_mbarrier_init(); }
@@ -22,6 +24,7 @@ struct RowCopy {
   // issues all copies (copies issued by many lanes serialise), and takes the addresses from there.
   static DSA_DEVICE void start(u32 rows, u64 address, u32 mask, u32 wanted, u32 landed, u32 scratch, int lane) {
     if ((wanted & ~mask) != 0) zero_rows(rows, wanted & ~mask, lane);
+    ptx::mbarrier_arrive(landed);
     ptx::store_shared_8(scratch + 8 * lane, address);
     ptx::warp_sync();
     if (ptx::elect_one()) {

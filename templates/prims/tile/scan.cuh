@@ -1,6 +1,7 @@
 // Prefix sums over the threads of a block.
 #pragma once
 #include "prims/ptx/memory.cuh"
+#include "prims/ptx/reduce.cuh"
 #include "prims/ptx/thread.cuh"
 #include "prims/types.cuh"
 
@@ -26,10 +27,9 @@ DSA_DEVICE u32 block_exclusive_sum(u32 value, u32 warp_sums, u32& total) {
   const u32 inclusive = warp_inclusive_sum(value, lane);
   if (lane == 31) ptx::store_shared_4(warp_sums + 4 * warp, inclusive);
   ptx::barrier_sync(0, kThreads);
-  const u32 sums = warp_inclusive_sum(lane < kWarps ? ptx::load_shared_4(warp_sums + 4 * lane) : 0, lane);
-  total = ptx::shuffle(sums, kWarps - 1);
-  const u32 warps_before = ptx::shuffle(sums, (warp - 1) & 31);
-  return (warp > 0 ? warps_before : 0) + inclusive - value;
+  const u32 sum = lane < kWarps ? ptx::load_shared_4(warp_sums + 4 * lane) : 0;
+  total = ptx::warp_sum(sum);
+  return ptx::warp_sum(lane < warp ? sum : 0) + inclusive - value;
 }
 
 }  // namespace tile

@@ -18,14 +18,6 @@ DSA_DEVICE void copy_async_16(u32 shared_dst, const void* global_src, u32 bytes,
   host::copy_async(shared_dst, global_src, bytes, line);
 }
 
-DSA_DEVICE void copy_async_commit() { host::copy_async_commit(); }
-
-template <int kPending>
-DSA_DEVICE void copy_async_wait(int line = __builtin_LINE()) {
-  static_assert(kPending >= 0);
-  host::copy_async_wait(kPending, line);
-}
-
 DSA_DEVICE Words4 load_matrices(host::Op op, u32 shared_row, int line) {
   host::Exchange& x = host::exchange();
   x.in[0] = shared_row;

@@ -1,0 +1,56 @@
+"""The sweep over specs and their ops; each op's own module measures it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from dsagen.bench import run, topk_run
+from dsagen.bench.figures import DecodeFigures, Figures
+from dsagen.bench.run import Progress, Records
+from dsagen.bench.topk_figures import TopkFigures
+from dsagen.errors import DeviceError, SpecError
+from dsagen.spec import DeploymentSpec
+
+MEASURED_OPS = (DecodeFigures.op, TopkFigures.op)
+
+
+def run_sweep(
+    specs: Sequence[DeploymentSpec],
+    *,
+    with_peers: bool = False,
+    seed: int = 0,
+    records: Records | None = None,
+    progress: Progress = lambda _: None,
+) -> list[Figures]:
+    """Measure every case of the specs' ops on the current device.
+
+    `records` maps a case's key to the GPU time of its last record. Raises DeviceError without a device that the
+    specs declare, SpecError for a spec without an op that is measured, CheckFailed when an output is wrong. A peer that
+    is missing, refuses or is wrong becomes a note.
+    """
+    for spec in specs:
+        if not set(MEASURED_OPS) & set(spec.ops):
+            raise SpecError(
+                f"{spec.name}: bench measures {', '.join(MEASURED_OPS)}, and the spec's ops are {', '.join(spec.ops)}: "
+                "leave it out"
+            )
+    known = records or {}
+    decoding = [spec for spec in specs if DecodeFigures.op in spec.ops]
+    figures: list[Figures] = list(
+        run.sweep_decode(decoding, with_peers=with_peers, seed=seed, records=known, progress=progress)
+    )
+    for spec in specs:
+        if TopkFigures.op in spec.ops:
+            figures += topk_run.sweep_topk(spec, with_peers=with_peers, seed=seed, records=known, progress=progress)
+    return figures
+
+
+def current_device_name() -> str:
+    """The name of torch's current device; DeviceError without one."""
+    if not torch.cuda.is_available():
+        raise DeviceError(
+            "no CUDA device: a benchmark needs a GPU that the spec declares; `dsagen build` works without"
+        )
+    return torch.cuda.get_device_name()

@@ -1,0 +1,112 @@
+"""Plans of top-k: the workspace that rows need which blocks share."""
+
+from __future__ import annotations
+
+import threading
+from typing import NoReturn, SupportsIndex
+
+import torch
+
+from dsagen.errors import DsagenError, GuardError
+from dsagen.families.topk.guards import WORKSPACE_GUARD
+from dsagen.families.topk.op import Split
+from dsagen.guard import check
+from dsagen.runtime.driver import Driver
+from dsagen.runtime.launch import Number
+from dsagen.runtime.tensors import TensorRule, require, require_device, require_memory, require_plain
+from dsagen.spec import DeploymentSpec
+
+
+class TopkPlan:
+    """For calls with scores [rows, width] and k slots on one device, on one stream at a time.
+
+    Made by `Kernels.plan_topk`. Holds a workspace whose address never changes, None where blocks share no row. It is
+    zeros between calls: the kernels leave it so.
+    """
+
+    def __init__(
+        self,
+        spec: DeploymentSpec,
+        driver: Driver,
+        ordinal: int,
+        shape: tuple[int, int, int],
+        split: Split | None,
+        workspace: torch.Tensor | None = None,
+    ) -> None:
+        self.spec, self._driver, self._ordinal = spec, driver, ordinal
+        self.rows, self.width, self.k = shape
+        self.device = driver.torch_device(ordinal)
+        self._split, self._lock = split, threading.Lock()
+        self._stream: int | None = None
+        self.workspace = self._make_workspace(workspace)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of device memory that the plan needs between launches."""
+        return 0 if self._split is None else self._split.workspace_bytes
+
+    def rebind(self) -> None:
+        """Let the next launch choose the stream anew; the caller vouches that work on the old one is done."""
+        with self._lock:
+            self._stream = None
+
+    def require_shape(self, rows: int, width: int, k: int, device: torch.device) -> None:
+        """Refuse a call of another shape or device than the plan's."""
+        found = {"rows": rows, "width": width, "k": k, "device": device}
+        for name, value in found.items():
+            if getattr(self, name) != value:
+                raise GuardError(
+                    f"[T-09] plan: made for {name} {getattr(self, name)}, the call has {name} {value}: make a plan for "
+                    "it with plan_topk"
+                )
+
+    def claim(self, stream: int) -> None:
+        """Bind the plan to a stream; GuardError when it belongs to another."""
+        with self._lock:
+            if self._stream is not None and self._stream != stream:
+                raise GuardError(
+                    f"[T-10] plan: belongs to stream {self._stream:#x}, the current stream is {stream:#x}: make a plan "
+                    "for each stream (and for each captured graph), or call plan.rebind() once the other stream's work "
+                    "is done"
+                )
+            if self._stream is None and self.workspace is not None:
+                self._driver.keep_for_stream(self._ordinal, self.workspace)
+            self._stream = stream
+
+    def arguments(self) -> dict[str, Number]:
+        """The arguments that the plan gives."""
+        split = self._split
+        if split is None or self.workspace is None:
+            return {}
+        base = self.workspace.data_ptr()
+        return {
+            "parts": split.parts,
+            "part_slots": split.part_slots,
+            "list_stride": split.list_stride,
+            "histograms": base,
+            "counters": base + split.counters_offset_bytes,
+            "lists": base + split.lists_offset_bytes,
+        }
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        # A shallow copy would serve a second stream with the same workspace.
+        raise DsagenError(
+            "a TopkPlan holds device memory and belongs to one stream, so it is neither copied nor pickled: make "
+            "another one with plan_topk"
+        )
+
+    def _make_workspace(self, lent: torch.Tensor | None) -> torch.Tensor | None:
+        size = self.workspace_bytes
+        if lent is None:
+            return torch.zeros(size, dtype=torch.uint8, device=self.device) if size else None
+        require_plain("workspace", lent)
+        require_device("workspace", lent, self.device, "the plan")
+        require_memory("workspace", lent)
+        require(TensorRule("workspace", ("uint8",), "[bytes]", (None,)), lent)
+        values = {
+            "needed_bytes": size,
+            "workspace_bytes": lent.numel(),
+            "workspace_address": lent.data_ptr() if size else 0,
+        }
+        check([WORKSPACE_GUARD], values)
+        return lent[:size].zero_() if size else None

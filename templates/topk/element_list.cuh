@@ -1,0 +1,172 @@
+// Elements of a row that a block has kept: a list of indices in shared memory, in any order, later with their keys. Selects
+// from it and writes the selected, in index order or as they come.
+//
+// Barrier 0: keys are known (the row is not read any more); two for each digit; where order is wanted, selected indices are
+// in the bitmap; the threads' counts are summed; in order, the indices are where the keys were. The bitmap is clear before
+// and after.
+#pragma once
+#include "prims/ptx/atomic.cuh"
+#include "prims/ptx/convert.cuh"
+#include "prims/ptx/memory.cuh"
+#include "prims/ptx/thread.cuh"
+#include "prims/tile/scan.cuh"
+#include "topk/output.cuh"
+#include "topk/threshold.cuh"
+
+namespace topk {
+
+template <class C, class S, int kThreads, int kDigitBits>
+struct ElementList {
+  using Digits = DigitSearch<kThreads, kDigitBits>;
+  static constexpr u32 kRoom = C::kElements, kBitmapWords = C::kBitmapWords, kWindow = kBitmapWords * 32;
+  static constexpr u32 kWordsEach = kBitmapWords / kThreads;
+  static constexpr u32 kNone = 0xffffffffu;  // no index
+  static_assert(kBitmapWords % kThreads == 0);
+
+  S& shared;
+  const Digits& digits;
+  const u32 thread, keys, indices, listed, bitmap;
+
+  DSA_DEVICE ElementList(S& storage, const Digits& search)
+      : shared(storage), digits(search), thread(static_cast<u32>(ptx::thread_index())), keys(ptx::shared_address(&storage.keys[0])),
+        indices(ptx::shared_address(&storage.indices[0])), listed(ptx::shared_address(&storage.listed[0])),
+        bitmap(ptx::shared_address(&storage.bitmap[0])) {}
+
+  // Before the first element; a barrier must follow.
+  DSA_DEVICE void clear() const {
+    if (thread == 0) ptx::store_shared_4(listed, 0);
+#pragma unroll
+    for (u32 w = 0; w < kWordsEach; ++w) ptx::store_shared_4(bitmap + 4 * (thread * kWordsEach + w), 0);
+  }
+
+  // A place for each of `count` elements of this thread, all in a row; the first of them. All lanes of the warp come here.
+  DSA_DEVICE u32 reserve_by_warp(u32 count) const {
+    const int lane = static_cast<int>(thread % 32);
+    const u32 inclusive = tile::warp_inclusive_sum(count, lane);
+    const u32 before = lane == 31 && inclusive != 0 ? reserve(inclusive) : 0;
+    return ptx::shuffle(before, 31) + inclusive - count;
+  }
+  DSA_DEVICE u32 reserve(u32 count) const { return ptx::shared_fetch_add(listed, count); }
+  DSA_DEVICE void set(u32 place, u32 index) const { ptx::store_shared_4(indices + 4 * place, index); }
+  DSA_DEVICE u32 index(u32 place) const { return ptx::load_shared_4(indices + 4 * place); }
+  DSA_DEVICE u32 size() const { return ptx::load_shared_4(listed); }
+  DSA_DEVICE void set_size(u32 count) const { ptx::store_shared_4(listed, count); }
+  // A word that one thread leaves for the others.
+  DSA_DEVICE u32 note(u32 word) const { return ptx::load_shared_4(listed + 4 + 4 * word); }
+  DSA_DEVICE void set_note(u32 word, u32 value) const { ptx::store_shared_4(listed + 4 + 4 * word, value); }
+
+  // Selects what `t` says of `k` slots, the list holding all that wins and all that ties, and writes it; returns how many.
+  // `after_row` is called once the block does not read the row any more.
+  template <class Row, class Output, class After>
+  DSA_DEVICE u32 select(Threshold t, u32 k, const Row& row, const Output& output, After after_row) const {
+    const u32 count = size();
+    // Keys below the floor were counted, and are not listed.
+    if (t.first() < row.floor) t.equal = count - (k - t.ties);
+    int bits = least(t.shift, kDigitBits);
+    bool counts = t.open() && bits > 0;
+    for (u32 i = thread; i < count; i += kThreads) {
+      const u32 key = Row::Score::key(row.bits_at(index(i)));
+      ptx::store_shared_4(keys + 4 * i, key);
+      if (counts && t.covers(key)) digits.count(t.digit(key, bits));
+    }
+    ptx::barrier_sync(0, kThreads);
+    after_row();
+    while (counts) {
+      t = digits.next(t, bits);
+      bits = least(t.shift, kDigitBits);
+      counts = t.open() && bits > 0;
+      if (!counts) break;
+      for (u32 i = thread; i < count; i += kThreads)
+        if (t.covers(key(i))) digits.count(t.digit(key(i), bits));
+      ptx::barrier_sync(0, kThreads);
+    }
+    const Bounds bounds(t, row.floor);
+    const Selected selected{bounds, bounds.tie_size != 0 ? first_index_key(count, t, bounds) : 0};
+    // A row that is taken whole keeps its order.
+    return output.ordered || row.length() <= k ? write_in_order(count, selected, row.length(), output) : write(count, selected, output);
+  }
+
+ private:
+  struct Selected {
+    Bounds bounds;
+    u32 first_index;  // the least complement of an index that is selected among those that tie
+
+    DSA_DEVICE bool has(u32 key, u32 index) const { return bounds.wins(key) || (bounds.tied(key) && ~index >= first_index); }
+  };
+
+  DSA_DEVICE u32 key(u32 place) const { return ptx::load_shared_4(keys + 4 * place); }
+
+  // Among equals the lower index wins, so its complement is a key: the least one that is selected. All differ, so this ends
+  // with none left open.
+  DSA_DEVICE u32 first_index_key(u32 count, const Threshold& t, const Bounds& bounds) const {
+    Threshold order{0, 32, t.ties, t.equal};
+#pragma unroll 1
+    while (order.open()) {
+      const int bits = least(order.shift, kDigitBits);
+      for (u32 i = thread; i < count; i += kThreads)
+        if (bounds.tied(key(i)) && order.covers(~index(i))) digits.count(order.digit(~index(i), bits));
+      ptx::barrier_sync(0, kThreads);
+      order = digits.next(order, bits);
+    }
+    return order.first();
+  }
+
+  // In the order of the list. A thread's elements get slots in a row.
+  template <class Output>
+  DSA_DEVICE u32 write(u32 count, const Selected& selected, const Output& output) const {
+    static_assert(kRoom <= 32 * kThreads, "a bit for each of a thread's elements");
+    u32 mine = 0, total, bit = 1;
+    for (u32 i = thread; i < count; i += kThreads, bit <<= 1)
+      if (selected.has(key(i), index(i))) mine |= bit;
+    u32 slot = tile::block_exclusive_sum<kThreads>(ptx::count_ones(mine), ptx::shared_address(&shared.warp_sums[1][0]), total);
+    for (u32 i = thread; mine != 0; i += kThreads, mine >>= 1)
+      if ((mine & 1) != 0) output.put(slot++, index(i));
+    return total;
+  }
+
+  // A bit for each selected index of a window, window by window; the bits' indices go in order to where the keys were, and
+  // from there to the row's slots.
+  template <class Output>
+  DSA_DEVICE u32 write_in_order(u32 count, const Selected& selected, u32 length, const Output& output) const {
+    u32 written = 0;
+#pragma unroll 1
+    for (u32 window = 0; window < length; window += kWindow) {
+      for (u32 i = thread; i < count; i += kThreads) {
+        const u32 at = index(i);
+        if (window == 0 && !selected.has(key(i), at)) {
+          if (length > kWindow) set(i, kNone);
+          continue;
+        }
+        if (at - window < kWindow) ptx::shared_or(bitmap + (at - window) / 32 * 4, 1u << at % 32);
+      }
+      ptx::barrier_sync(0, kThreads);
+      written += put_in_order(window, written);
+    }
+    ptx::barrier_sync(0, kThreads);
+    for (u32 slot = thread; slot < written; slot += kThreads) output.put(slot, key(slot));
+    return written;
+  }
+
+  // Reads and clears this thread's words of the bitmap; returns how many bits the whole block has.
+  DSA_DEVICE u32 put_in_order(u32 window, u32 written) const {
+    u32 words[kWordsEach], mine = 0, total;
+#pragma unroll
+    for (u32 w = 0; w < kWordsEach; ++w) {
+      const u32 word = bitmap + 4 * (thread * kWordsEach + w);
+      words[w] = ptx::load_shared_4(word);
+      ptx::store_shared_4(word, 0);
+      mine += ptx::count_ones(words[w]);
+    }
+    u32 slot = written + tile::block_exclusive_sum<kThreads>(mine, ptx::shared_address(&shared.warp_sums[1][0]), total);
+#pragma unroll
+    for (u32 w = 0; w < kWordsEach; ++w) {
+      const u32 first = window + (thread * kWordsEach + w) * 32;
+#pragma unroll 1
+      for (u32 left = words[w]; left != 0; left &= left - 1)
+        ptx::store_shared_4(keys + 4 * slot++, first + ptx::count_ones((left & (0u - left)) - 1));
+    }
+    return total;
+  }
+};
+
+}  // namespace topk

@@ -1,0 +1,205 @@
+// Sweeps of a block over a row: counting digits, collecting elements, writing in index order. A row is anything with
+// ScoreRow's members.
+#pragma once
+#include "prims/ptx/convert.cuh"
+#include "prims/ptx/funnel.cuh"
+#include "prims/ptx/thread.cuh"
+#include "prims/tile/scan.cuh"
+#include "topk/element_list.cuh"
+#include "topk/output.cuh"
+#include "topk/threshold.cuh"
+
+namespace topk {
+
+template <class C, class Row>
+struct RowSweeps {
+  using Vector = typename Row::Vector;
+  using Score = typename Row::Score;
+  static constexpr int kThreads = C::kThreads, kDigitBits = C::kDigitBits, kKeyBits = Score::kKeyBits, kElements = Vector::kElements;
+  static constexpr int kInFlight = C::kInFlight;
+  static_assert(kInFlight * kElements <= 32, "a bit for each element in flight");
+  using Digits = DigitSearch<kThreads, kDigitBits>;
+
+  const Row& row;
+  const Digits& digits;
+
+  // Whether all that is selected for sure and all that may be has room among `room` elements.
+  static DSA_DEVICE bool has_room(const Threshold& t, u32 k, u32 room) { return k - t.ties + t.equal <= room; }
+
+  // Whether the first digit is counted without its shift.
+  static constexpr bool kRotated = Score::kIsNumber && kShiftIsOneDigit<kDigitBits>;
+
+  // The threshold of the k largest of more than k keys, with as many digits as it takes for `room` elements to suffice.
+  DSA_DEVICE Threshold find_threshold(u32 k, u32 room) const {
+    Threshold t{0, kKeyBits, k, row.length()};
+#pragma unroll 1
+    do {
+      const int bits = least(t.shift, kDigitBits);
+      const bool first = t.shift == kKeyBits;
+      first ? count<true>(t, bits) : count<false>(t, bits);
+      ptx::barrier_sync(0, kThreads);
+      t = digits.next(t, bits, kRotated && first);
+    } while (t.open() && t.shift > 0 && !has_room(t, k, room));
+    return t;
+  }
+
+  // Counts the first digit of all keys.
+  DSA_DEVICE void count_first() const { count<true>(Threshold{0, kKeyBits, 0, 0}, kDigitBits); }
+
+  // Puts the elements that win or tie into a list that has room for them.
+  template <class List>
+  DSA_DEVICE void collect(const Bounds& bounds, const List& list) const {
+    const u32 lowest = bounds.lowest();
+    // Numbers above -inf are compared as they are; among others, keys tell what is lower.
+    if (Score::kIsNumber && lowest > kKeyOfNegInf >> (32 - kKeyBits)) {
+      const float below = ptx::float_of(number_below_key(lowest << (32 - kKeyBits)));
+      // Negative where the number is above; not so for NaN.
+      collect_if([&](u32 bits) { return ptx::bits_of(below - ptx::float_of(bits)); }, list);
+    } else {
+      collect_if([&](u32 bits) { return Score::key(bits) >= lowest ? 0x80000000u : 0; }, list);
+    }
+  }
+
+  // Calls put(slot, vector number, element, key) for each selected element, with slots in the order of the row, of which
+  // there are `slots` at most; returns how many are selected. `sums` is the shared address of two sets of warp sums.
+  template <class Put>
+  DSA_DEVICE u32 emit(const Bounds& bounds, u32 ties_taken, u32 slots, u32 sums, Put put) const {
+    const u32 thread = static_cast<u32>(ptx::thread_index()), vectors = row.vectors();
+    const u32 most_ties = bounds.tie_size != 0 ? ties_taken : 0;
+    u32 wins = 0, ties = 0, set = 0;  // of the blocks before; the set of warp sums to use
+    row.await_all();
+#pragma unroll 1
+    for (u32 begin = row.first_vector(); begin < vectors && wins + least(ties, most_ties) < slots; begin += kThreads) {
+      const u32 n = begin + thread;
+      const Vector v = row.load(n);
+      u32 win = 0, tie = 0, total;
+#pragma unroll
+      for (int e = 0; e < kElements; ++e) {
+        const u32 key = Score::key(v.bits(e));
+        win |= static_cast<u32>(bounds.wins(key)) << e;
+        tie |= static_cast<u32>(bounds.tied(key)) << e;
+      }
+      win &= v.live, tie &= v.live;
+      const u32 counts = ptx::count_ones(win) | ptx::count_ones(tie) << 16;
+      const u32 before = tile::block_exclusive_sum<kThreads>(counts, sums + 4 * 32 * set, total);
+      set ^= 1;
+      u32 my_wins = wins + (before & 0xffff), my_ties = ties + (before >> 16);
+      for (u32 left = win | tie; left != 0; left &= left - 1) {
+        const u32 bit = left & (0u - left), e = ptx::count_ones(bit - 1), slot = my_wins + least(my_ties, most_ties);
+        const bool wins_here = (win & bit) != 0;
+        if (wins_here || my_ties < most_ties) put(slot, n, e);
+        my_wins += wins_here, my_ties += !wins_here;
+      }
+      wins += total & 0xffff, ties += total >> 16;
+    }
+    return wins + least(ties, most_ties);
+  }
+
+ private:
+  // Counts the next digit of the keys that are still in question, at first of all.
+  template <bool kFirst>
+  DSA_DEVICE void count(const Threshold& t, int bits) const {
+    sweep([&](const Vector (&v)[kInFlight], u32 whole, u32) {
+#pragma unroll
+      for (int u = 0; u < kInFlight; ++u) {
+        if ((whole >> u & 1) == 0) continue;
+#pragma unroll
+        for (int e = 0; e < kElements; ++e) count_score<kFirst>(v[u].bits(e), t, bits);
+      }
+    });
+    at_the_ends([&](const Vector& v, u32) {
+#pragma unroll
+      for (int e = 0; e < kElements; ++e)
+        if ((v.live >> e & 1) != 0) count_score<kFirst>(v.bits(e), t, bits);
+    });
+  }
+
+  template <bool kFirst>
+  DSA_DEVICE void count_score(u32 score, const Threshold& t, int bits) const {
+    if constexpr (kFirst && kRotated) {
+      digits.count(Score::unshifted(score) >> (32 - kDigitBits));
+    } else if constexpr (kFirst) {
+      digits.count(Score::key(score) >> (kKeyBits - kDigitBits));
+    } else {
+      const u32 key = Score::key(score);
+      if (key >> t.shift == t.prefix) digits.count(t.digit(key, bits));
+    }
+  }
+
+  template <class Wanted, class List>
+  DSA_DEVICE void collect_if(Wanted is_wanted, const List& list) const {
+    constexpr int kBits = kInFlight * kElements;
+    u32 held = 0, held_bits = 0, held_n = 0;  // bits of batches that are not listed yet
+    sweep([&](const Vector (&v)[kInFlight], u32 whole, u32 n) {
+      if (held_bits == 0) held_n = n;
+#pragma unroll
+      for (int u = 0; u < kInFlight; ++u)
+        if ((whole >> u & 1) != 0) held |= wanted_of(v[u], is_wanted) << (held_bits + u * kElements);
+      held_bits += kBits;
+      if (held_bits + kBits <= 32) return;
+      put(held, list.reserve_by_warp(ptx::count_ones(held)), held_n, list);
+      held = held_bits = 0;
+    });
+    if (held_bits != 0) put(held, list.reserve_by_warp(ptx::count_ones(held)), held_n, list);
+    at_the_ends([&](const Vector& v, u32 n) {
+      const u32 wanted = wanted_of(v, is_wanted) & v.live;
+      if (wanted != 0) put(wanted, list.reserve(ptx::count_ones(wanted)), n, list);
+    });
+  }
+
+  // A bit for each element whose `is_wanted` has its top bit set.
+  template <class Wanted>
+  static DSA_DEVICE u32 wanted_of(const Vector& v, Wanted is_wanted) {
+    u32 wanted = 0;
+#pragma unroll
+    for (int e = kElements - 1; e >= 0; --e) wanted = ptx::push_top_bit(wanted, is_wanted(v.bits(e)));
+    return wanted;
+  }
+
+  // Lists elements of vectors n, n + kThreads, .., a bit each, from `place` on.
+  template <class List>
+  DSA_DEVICE void put(u32 wanted, u32 place, u32 n, const List& list) const {
+#pragma unroll 1
+    for (u32 left = wanted; left != 0; left &= left - 1) {
+      const u32 at = ptx::count_ones((left & (0u - left)) - 1);
+      list.set(place++, row.index(n + at / kElements * kThreads, at % kElements));
+    }
+  }
+
+  // Calls act(vectors, whole, number of the first) for kInFlight vectors of each thread at a time, kThreads apart. Bit u of
+  // `whole` says that vector u lies in the row with all its elements; others are zeros.
+  template <class Act>
+  DSA_DEVICE void sweep(Act act) const {
+    const u32 thread = static_cast<u32>(ptx::thread_index());
+    u32 batch = 0;
+#pragma unroll 1
+    for (u32 begin = row.first_vector(); begin < row.vectors(); begin += kInFlight * kThreads) {
+      row.await(batch++);
+      Vector v[kInFlight];
+      u32 whole = 0;
+#pragma unroll
+      for (int u = 0; u < kInFlight; ++u) {
+        const u32 n = begin + u * kThreads + thread;
+        const bool is_whole = row.whole(n);
+        v[u] = Vector{{0, 0, 0, 0}, 0};
+        if (is_whole) v[u] = row.load_whole(n);
+        whole |= static_cast<u32>(is_whole) << u;
+      }
+      act(v, whole, begin + thread);
+    }
+  }
+
+  // Calls act(vector, its number) for the first and the last vector where elements of them lie outside, in the thread that
+  // has them in a sweep.
+  template <class Act>
+  DSA_DEVICE void at_the_ends(Act act) const {
+    const u32 thread = static_cast<u32>(ptx::thread_index()), begin = row.first_vector(), end = row.vectors();
+#pragma unroll 1
+    for (u32 side = 0; side < 2; ++side) {
+      const u32 n = side == 0 ? begin : end - 1;
+      if (begin < end && (side == 0 || n != begin) && (n - begin) % kThreads == thread && !row.whole(n)) act(row.load(n), n);
+    }
+  }
+};
+
+}  // namespace topk
