@@ -325,6 +325,8 @@ def test_a_fault_leaves_a_new_process_as_it_was() -> None:
     # A crash of the machine would take the process with it.
     here = Path(__file__).resolve()
     code = f"import sys; sys.path[:0] = [{str(here.parent)!r}, {str(here.parents[2])!r}]\nimport test_bad_input as t\n"
+    # The machine of this session, not another one below the session's store.
+    code += f"t.library._default_folder = lambda: t.Path({str(load_library().folder)!r})\n"
     code += "try: t.launch(t.kernel('trap;'), [0], t.Memory())\nexcept t.EmulatorError: print(t.works())"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
