@@ -2,7 +2,7 @@
 // from it and writes the selected, in index order or as they come.
 //
 // Barrier 0: keys are known (the row is not read any more); two for each digit; where order is wanted, selected indices are
-// in the bitmap; the threads' counts are summed; in order, the indices are where the keys were. The bitmap is clear before
+// in the bitmap; the threads' counts are summed; the selected indices are where the keys were. The bitmap is clear before
 // and after.
 #pragma once
 #include "prims/ptx/atomic.cuh"
@@ -120,7 +120,8 @@ struct ElementList {
       if (selected.has(key(i), index(i))) mine |= bit;
     u32 slot = tile::block_exclusive_sum<kThreads>(ptx::count_ones(mine), ptx::shared_address(&shared.warp_sums[1][0]), total);
     for (u32 i = thread; mine != 0; i += kThreads, mine >>= 1)
-      if ((mine & 1) != 0) output.put(slot++, index(i));
+      if ((mine & 1) != 0) ptx::store_shared_4(keys + 4 * slot++, index(i));
+    put_all(total, output);
     return total;
   }
 
@@ -142,9 +143,21 @@ struct ElementList {
       ptx::barrier_sync(0, kThreads);
       written += put_in_order(window, written);
     }
-    ptx::barrier_sync(0, kThreads);
-    for (u32 slot = thread; slot < written; slot += kThreads) output.put(slot, key(slot));
+    put_all(written, output);
     return written;
+  }
+
+  // The indices that lie where the keys were, to the row's slots; two at a time, so that their table entries come together.
+  template <class Output>
+  DSA_DEVICE void put_all(u32 count, const Output& output) const {
+    ptx::barrier_sync(0, kThreads);
+    for (u32 slot = thread; slot < count; slot += 2 * kThreads) {
+      const bool two = slot + kThreads < count;
+      const u32 first = key(slot), second = two ? key(slot + kThreads) : first;
+      const auto id = output.translate(first), other = output.translate(second);
+      output.store(slot, first, id);
+      if (two) output.store(slot + kThreads, second, other);
+    }
   }
 
   // Reads and clears this thread's words of the bitmap; returns how many bits the whole block has.

@@ -27,8 +27,9 @@ struct RowOutput {
   }
 
   // Element `index` of the window takes a slot.
-  DSA_DEVICE void put(u32 slot, u32 index) const {
-    out[slot] = translate(index);
+  DSA_DEVICE void put(u32 slot, u32 index) const { store(slot, index, translate(index)); }
+  DSA_DEVICE void store(u32 slot, u32 index, i32 id) const {
+    out[slot] = id;
     if (raw != nullptr) raw[slot] = static_cast<i32>(index);
   }
 
@@ -41,7 +42,6 @@ struct RowOutput {
     if (thread == 0 && p.counts != nullptr) p.counts[row] = static_cast<i32>(count);
   }
 
- private:
   // The id that an index becomes; -1 where the tables have none for it.
   DSA_DEVICE i32 translate(u32 index) const {
     i64 id = index;

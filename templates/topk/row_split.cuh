@@ -73,6 +73,8 @@ struct ListOutput {
   i32* list;
   bool ordered;
   DSA_DEVICE void put(u32 slot, u32 index) const { list[slot] = static_cast<i32>(index); }
+  DSA_DEVICE i32 translate(u32 index) const { return static_cast<i32>(index); }
+  DSA_DEVICE void store(u32 slot, u32, i32 id) const { list[slot] = id; }
 };
 
 // Places of a list to what its indices become.
@@ -82,6 +84,8 @@ struct GatheredOutput {
   const i32* indices;
   bool ordered;
   DSA_DEVICE void put(u32 slot, u32 place) const { output.put(slot, static_cast<u32>(indices[place])); }
+  DSA_DEVICE i32 translate(u32 place) const { return output.translate(static_cast<u32>(indices[place])); }
+  DSA_DEVICE void store(u32 slot, u32 place, i32 id) const { output.store(slot, static_cast<u32>(indices[place]), id); }
 };
 
 template <class C, class S, class Score, class Params>

@@ -46,11 +46,13 @@ struct Bounds {
   DSA_DEVICE u32 lowest() const { return tie_size != 0 ? tie : win; }
 };
 
-// The digits' histogram and the search in it. A thread owns a few neighbouring bins and clears them once it has read them,
-// so that the histogram is empty before and after each search.
+// The digits' histogram and the search in it, by a few of the block's warps: the others would only wait for each other.
+// Such a warp has kEach rows of 32 neighbouring bins, a lane a bin, and clears them once they have been read, so that the
+// histogram is empty before and after each search.
 template <int kThreads, int kDigitBits>
 struct DigitSearch {
-  static constexpr int kBins = 1 << kDigitBits, kEach = (kBins + kThreads - 1) / kThreads;
+  static constexpr int kBins = 1 << kDigitBits, kSearching = kThreads < 256 ? kThreads : 256;
+  static constexpr int kEach = (kBins + kSearching - 1) / kSearching, kWarps = kSearching / 32;
   // Shared addresses: [kBins] counts, [32] sums of warps, [4] what was found.
   const u32 histogram, warp_sums, found;
 
@@ -63,9 +65,7 @@ struct DigitSearch {
 
   // Once, before the first count; a barrier must follow.
   DSA_DEVICE void clear() const {
-#pragma unroll
-    for (int i = 0; i < kEach; ++i)
-      if (bin(i) >= 0) ptx::store_shared_4(histogram + 4 * bin(i), 0);
+    if (ptx::thread_index() < kSearching) clear_own(false);
   }
 
   DSA_DEVICE void count(u32 digit) const { ptx::shared_add(histogram + 4 * digit, 1); }
@@ -74,29 +74,21 @@ struct DigitSearch {
   // digits less one. All threads come here; two barriers.
   DSA_DEVICE Threshold next(const Threshold& t, int bits, bool rotated = false) const {
     const int lane = ptx::thread_index() % 32, warp = ptx::thread_index() / 32;
-    u32 counts[kEach], sum = 0;
+    const bool searches = warp < kWarps;
+    u32 of_warp = 0;
+    if (searches) {
+      u32 sum = 0;
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      counts[i] = bin(i) >= 0 ? ptx::load_shared_4(histogram + 4 * (bin(i) - (rotated ? 1 : 0) & (kBins - 1))) : 0;
-      sum += counts[i];
+      for (int i = 0; i < kEach; ++i) sum += counted(i, rotated);
+      of_warp = ptx::warp_sum(sum);
+      if (lane == 0) ptx::store_shared_4(warp_sums + 4 * warp, of_warp);
     }
-    const u32 of_warp = ptx::warp_sum(sum);
-    if (lane == 0) ptx::store_shared_4(warp_sums + 4 * warp, of_warp);
     ptx::barrier_sync(0, kThreads);
-    clear();
-    // Warps have the bins from the largest digit down: what the warps before have is above.
-    const u32 above_warp = ptx::warp_sum(lane < warp ? ptx::load_shared_4(warp_sums + 4 * lane) : 0);
-    if (above_warp < t.ties && t.ties <= above_warp + of_warp) {
-      u32 above = above_warp + tile::warp_inclusive_sum(sum, lane) - sum;
-      bool sought = above < t.ties && t.ties <= above + sum;
-#pragma unroll
-      for (int i = 0; i < kEach; ++i) {
-        if (sought && above + counts[i] >= t.ties) {
-          ptx::store_shared_16(found, Words4{static_cast<u32>(bin(i)), t.ties - above, counts[i], 0});
-          sought = false;
-        }
-        above += counts[i];
-      }
+    if (searches) {
+      // Warps have the bins from the largest digit down: what the warps before have is above.
+      const u32 above = ptx::warp_sum(lane < warp ? ptx::load_shared_4(warp_sums + 4 * lane) : 0);
+      if (above < t.ties && t.ties <= above + of_warp) find(t, rotated, above, lane);
+      clear_own(rotated);
     }
     ptx::barrier_sync(0, kThreads);
     const Words4 w = ptx::load_shared_16(found);
@@ -104,8 +96,35 @@ struct DigitSearch {
   }
 
  private:
-  // This thread's bins, from the largest digit down.
-  static DSA_DEVICE int bin(int i) { return kBins - 1 - ptx::thread_index() * kEach - i; }
+  // In the one warp that has the bin: first the row, then the lane.
+  DSA_DEVICE void find(const Threshold& t, bool rotated, u32 above, int lane) const {
+    u32 count = 0;
+    int row = 0;
+#pragma unroll 1
+    for (;; ++row) {
+      count = counted(row, rotated);
+      const u32 of_row = ptx::warp_sum(count);
+      if (t.ties <= above + of_row) break;
+      above += of_row;
+    }
+    above += tile::warp_inclusive_sum(count, lane) - count;
+    if (above < t.ties && t.ties <= above + count)
+      ptx::store_shared_16(found, Words4{static_cast<u32>(bin(row)), t.ties - above, count, 0});
+  }
+
+  DSA_DEVICE void clear_own(bool rotated) const {
+#pragma unroll
+    for (int i = 0; i < kEach; ++i)
+      if (bin(i) >= 0) ptx::store_shared_4(address(i, rotated), 0);
+  }
+
+  DSA_DEVICE u32 counted(int i, bool rotated) const { return bin(i) >= 0 ? ptx::load_shared_4(address(i, rotated)) : 0; }
+  DSA_DEVICE u32 address(int i, bool rotated) const { return histogram + 4 * (bin(i) - (rotated ? 1 : 0) & (kBins - 1)); }
+
+  // The i-th bin of one of the threads that search, from the largest digit down.
+  static DSA_DEVICE int bin(int i) {
+    return kBins - 1 - (ptx::thread_index() / 32 * kEach + i) * 32 - ptx::thread_index() % 32;
+  }
 };
 
 }  // namespace topk

@@ -6,7 +6,7 @@ import pytest
 
 from dsagen.arch import ARCHS
 from dsagen.errors import GuardError
-from dsagen.families.topk.family import BODY, FAMILY, NAME, plan_select
+from dsagen.families.topk.family import FAMILY
 from dsagen.families.topk.geometry import (
     CANDIDATES,
     SCORE_TYPES,

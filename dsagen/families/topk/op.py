@@ -89,6 +89,9 @@ def candidates(plans: Plans, shape: TopkShape, sm_count: int) -> tuple[Candidate
     """Every way to run a call, in the order in which they are preferred. `plans` are by kernel name."""
     mains = plans["main"]
     held = [_judge_resident(plan, shape, sm_count) for plan in mains if plan.variant.body == RESIDENT]
+    # An SM that has one row is faster with more threads, one that has several with more blocks.
+    if shape.rows <= sm_count:
+        held.reverse()
     swept = [Candidate((plan,), False, shape.rows) for plan in mains if plan.variant.body != RESIDENT]
     return (*held, _judge_split(plans[COUNT][0], plans[SELECT][0], shape, sm_count), *swept)
 
