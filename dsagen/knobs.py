@@ -116,6 +116,18 @@ def _parse_jobs(text: str) -> int:
     return int(text)
 
 
+def _parse_count(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < 1:
+        raise ValueError("expected a whole number, 1 or more")
+    return int(text)
+
+
+def _parse_seed(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,19}", text) or int(text) >= 1 << 63:
+        raise ValueError("expected a whole number from 0 to 2^63 - 1")
+    return int(text)
+
+
 def _parse_gigabytes(text: str) -> float:
     if not re.fullmatch(r"[0-9]+(\.[0-9]*)?|\.[0-9]+", text):
         raise ValueError("expected a number of GiB above 0, for example 0.5")
@@ -277,6 +289,34 @@ PEER_SITE: Knob[str | None] = Knob(
     "Folder appended to the import path while `dsagen bench` looks for the kernel libraries that it compares with.",
     _parse_existing_folder,
 )
+EMULATOR_SEED: Knob[int] = Knob(
+    "DSAGEN_EMULATOR_SEED",
+    "int >= 0",
+    0,
+    "Order in which the emulator runs warps and lands copies: 0 in turn, any other drawn, and each time the same.",
+    _parse_seed,
+)
+EMULATOR_RACES: Knob[bool] = Knob(
+    "DSAGEN_EMULATOR_RACES",
+    "bool",
+    True,
+    "0: the emulator does not look for accesses that nothing orders; its other checks stay.",
+    _parse_bool,
+)
+EMULATOR_THREADS: Knob[int | None] = Knob(
+    "DSAGEN_EMULATOR_THREADS",
+    "int >= 1",
+    None,
+    "Threads of the host that share a launch's CTAs on the emulator. Default: the usable cores.",
+    _parse_count,
+)
+EMULATOR_MOST_CTAS: Knob[int] = Knob(
+    "DSAGEN_EMULATOR_MOST_CTAS",
+    "int >= 1",
+    4096,
+    "CTAs of a launch that the emulator takes; a larger one is an error instead of a wait of minutes.",
+    _parse_count,
+)
 
 _KNOBS: tuple[Knob[Any], ...] = (
     CACHE_DIR,
@@ -291,6 +331,10 @@ _KNOBS: tuple[Knob[Any], ...] = (
     DEBUG_SYNC,
     CHECK_INDICES,
     PEER_SITE,
+    EMULATOR_SEED,
+    EMULATOR_RACES,
+    EMULATOR_THREADS,
+    EMULATOR_MOST_CTAS,
 )
 
 # Variables of other tools that dsagen reads as they are, and why. The NVCC and CPATH ones change what nvcc emits.

@@ -92,7 +92,8 @@ LOAD_GUARDS: tuple[Guard, ...] = (
 CALL_RULES: Mapping[str, str] = {
     "T-01": "a tensor is a plain torch.Tensor or Parameter: no subclass, no FakeTensor, nothing else",
     "T-02": "no tensor requires grad: the ops have no backward",
-    "T-03": "q (scores of topk) is on a CUDA device and every other tensor on the same one, a workspace on its plan's",
+    "T-03": "q (scores of topk) is on a CUDA device (with device='emulator' on the CPU) and every other tensor on the "
+    "same one, a workspace on its plan's",
     "T-04": "a tensor has the dtype that the op, or the spec's KV format, gives it",
     "T-05": "a tensor has the op's number of dims",
     "T-06": "dims that the spec or another tensor fixes have that size",
@@ -107,4 +108,5 @@ CALL_RULES: Mapping[str, str] = {
     "transform of torch around it, no negation that is still to be done",
     "T-16": "explain of topk takes the width of a row",
     "T-15": "topk takes page_table or candidate_blocks, and page_size, table_of_row and table_starts with page_table",
+    "T-16": "on the emulator a launch has at most DSAGEN_EMULATOR_MOST_CTAS CTAs",
 }

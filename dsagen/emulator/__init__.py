@@ -3,4 +3,7 @@
 from dsagen.emulator.launch import Counts, coverage, launch
 from dsagen.emulator.memory import Memory
 
-__all__ = ["Counts", "Memory", "coverage", "launch"]
+# The name of the emulator among devices: what load, check and evidence call it.
+DEVICE = "emulator"
+
+__all__ = ["DEVICE", "Counts", "Memory", "coverage", "launch"]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from dsagen.emulator.counters import Counters, Meter
 from dsagen.emulator.library import LaunchBlock, RegionRow, load_library
 from dsagen.emulator.lower import lower_instruction
 from dsagen.emulator.memory import Memory
@@ -23,13 +24,14 @@ INSTRUCTION_LIMIT = 1 << 32
 @dataclass(frozen=True)
 class Counts:
     """What a launch did, over all CTAs: warp instructions (guarded-off ones too), completed barriers, matrix
-    products, and bytes that asynchronous copies wrote.
+    products, and bytes that asynchronous copies wrote. `measured` has more where that was asked for.
     """
 
     instructions: int
     barriers: int
     matrix_products: int
     copied_bytes: int
+    measured: Counters | None = None
 
 
 def launch(
@@ -44,6 +46,7 @@ def launch(
     seed: int = 0,
     os_threads: int = 1,
     races: bool = True,
+    counters: bool = False,
     instruction_limit: int = INSTRUCTION_LIMIT,
     library_folder: Path | None = None,
 ) -> Counts:
@@ -52,9 +55,9 @@ def launch(
     `params` is the argument block, little-endian, as the kernel's parameters are laid out; pointers are addresses that
     `memory.add` returned. Seed 0 runs warps in turn and lands asynchronous copies as late as it may; any other seed
     draws both, and repeats exactly. `races` looks for accesses of shared memory that nothing orders; a launch is faster
-    without. `instruction_limit` is per CTA. EmulatorError for PTX that does not parse, a launch that does not fit the
-    kernel, and whatever a kernel must not do: the message names the kernel, the PTX and CUDA line, the thread, and for
-    a deadlock who waits where.
+    without. `counters` measures what the launch does (Counts.measured), which takes time. `instruction_limit` is per
+    CTA. EmulatorError for PTX that does not parse, a launch that does not fit the kernel, and whatever a kernel must
+    not do: the message names the kernel, the PTX and CUDA line, the thread, and for a deadlock who waits where.
     """
     library = load_library(library_folder)
     program = _program(ptx, entry, library_folder)
@@ -67,6 +70,7 @@ def launch(
     ]
     arrays = (program.args, program.ptx_lines, program.cuda_lines)
     args, ptx_lines, cuda_lines = (ctypes.c_void_p(array.buffer_info()[0]) for array in arrays)
+    meter = Meter(program.code, tuple(library.numbers)) if counters else None
     run = LaunchBlock(
         code=ctypes.cast(buffers[0], ctypes.c_void_p),
         args=args,
@@ -91,12 +95,15 @@ def launch(
         races=races,
         seed=seed,
         instruction_limit=instruction_limit,
+        meter=ctypes.addressof(meter.totals) if meter is not None else None,
     )
     failed = library.handle.vm_run(ctypes.byref(run))
     del kept
     if failed:
         raise EmulatorError(f"{entry}: {run.message.decode(errors='replace')}\n  (seed {seed})")
-    return Counts(*run.counters)
+    instructions, barriers, products, copied = run.counters
+    measured = meter.read(barriers, copied) if meter is not None else None
+    return Counts(instructions, barriers, products, copied, measured)
 
 
 def coverage(ptx: str) -> dict[str, int]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from dsagen import knobs
 from dsagen.emulator.operations import LOCAL_WINDOW, PARAM_WINDOW, SHARED_RESERVE
-from dsagen.errors import EmulatorError
+from dsagen.errors import EmulatorError, ToolchainError
 
 SOURCES = Path(__file__).parent / "vm"
 _FLAGS = (
@@ -55,6 +55,7 @@ class LaunchBlock(ctypes.Structure):
         ("instruction_limit", ctypes.c_uint64),
         ("counters", ctypes.c_uint64 * 4),
         ("message", ctypes.c_char * 4096),
+        ("meter", ctypes.c_void_p),
     )
 
 
@@ -73,19 +74,21 @@ class RegionRow(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Library:
-    """The loaded machine; `numbers` gives the number of each instruction by name."""
+    """The loaded machine; `numbers` gives the number of each instruction by name. `name` tells its build apart."""
 
     handle: ctypes.CDLL
     numbers: Mapping[str, int]
+    name: str
 
 
 @cache
 def load_library(folder: Path | None = None) -> Library:
     """The machine, compiled into `folder` (by default below the kernel store's root) where it is not there yet.
 
-    EmulatorError where there is no g++ or it fails.
+    ToolchainError where there is no g++, EmulatorError where it fails.
     """
-    handle = ctypes.CDLL(str(_built(folder or _default_folder())))
+    path = _built(folder or _default_folder())
+    handle = ctypes.CDLL(str(path))
     handle.vm_instruction_name.restype = ctypes.c_char_p
     handle.vm_run.argtypes = (ctypes.POINTER(LaunchBlock),)
     if handle.vm_launch_bytes() != ctypes.sizeof(LaunchBlock):
@@ -95,7 +98,7 @@ def load_library(folder: Path | None = None) -> Library:
     if tuple(handle.vm_address(n) for n in range(len(stated))) != stated:
         raise EmulatorError("vm/machine.h and operations.py differ in where shared, local or parameter memory begins")
     names = [handle.vm_instruction_name(n).decode() for n in range(handle.vm_instruction_count())]
-    return Library(handle, {name: number for number, name in enumerate(names)})
+    return Library(handle, {name: number for number, name in enumerate(names)}, path.stem)
 
 
 def _default_folder() -> Path:
@@ -114,7 +117,7 @@ def _existing(path: Path) -> Path:
 def _built(folder: Path) -> Path:
     compiler = shutil.which("g++", path=knobs.foreign("PATH"))
     if compiler is None:
-        raise EmulatorError("no g++ on PATH: the emulator compiles its machine with it on first use. Install g++.")
+        raise ToolchainError("no g++ on PATH: the emulator compiles its machine with it on first use. Install g++.")
     digest = hashlib.sha256()
     for path in sorted(SOURCES.iterdir()):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())

@@ -6,6 +6,7 @@
 #include <mutex>
 #include <thread>
 
+#include "counters.h"
 #include "machine.h"
 
 namespace vm {
@@ -154,10 +155,14 @@ void Cta::run_group(Warp& w, u32 limit, u32& budget) {
     if (i.guard != 0) mask &= i.guard > 0 ? w.predicates[i.guard - 1] : ~w.predicates[-i.guard - 1];
     w.now = pc;
     w.next = pc + 1;
+    if (meter != nullptr) meter->before(w, i, mask);
     if (mask != 0) {
       fault_lane = static_cast<u32>(__builtin_ctz(mask));
       functions[i.op](w, i, mask);
+      if (meter != nullptr) meter->after(w);
       if (w.stop) break;
+    } else if (meter != nullptr) {
+      meter->after(w);
     }
     pc = w.next;
   }
@@ -221,6 +226,7 @@ bool Cta::run_round() {
 
 void Cta::run(u32 linear) {
   reset(linear);
+  if (meter != nullptr) meter->reset();
   u32 idle = 0;
   for (;;) {
     u32 live = 0;
@@ -273,6 +279,8 @@ namespace {
 void run_ctas(vm::Launch& launch, const std::vector<vm::Region>& regions, std::atomic<uint32_t>& next, uint32_t count,
               std::mutex& lock, std::string& message) {
   vm::Cta cta(launch, regions);
+  vm::Meter meter(launch);
+  if (launch.meter != nullptr) cta.meter = &meter;
   try {
     for (uint32_t linear; (linear = next.fetch_add(1)) < count;) cta.run(linear);
   } catch (const vm::Fault& fault) {
@@ -282,6 +290,7 @@ void run_ctas(vm::Launch& launch, const std::vector<vm::Region>& regions, std::a
   }
   const std::lock_guard<std::mutex> guard(lock);
   for (int n = 0; n < 4; n++) launch.counters[n] += cta.counters[n];
+  if (launch.meter != nullptr) meter.add_to(*launch.meter);
 }
 
 }  // namespace

@@ -70,6 +70,7 @@ struct Launch {
   u64 instruction_limit;
   u64 counters[4];  // out: warp instructions, completed barriers, matrix products, bytes copied asynchronously
   char message[4096];
+  struct MeterTotals* meter;  // of counters.h; null where nothing is measured
 };
 
 enum Counter { kInstructions, kBarriers, kMatrixProducts, kCopiedBytes };
@@ -92,6 +93,7 @@ struct Random {
 };
 
 struct Cta;
+class Meter;
 
 // Lanes that stand at a CTA barrier.
 struct Stand {
@@ -207,6 +209,7 @@ struct Cta {
   u64 executed = 0;
   u32 fault_lane = 0;
   const std::vector<Region>* regions = nullptr;
+  Meter* meter = nullptr;  // where the launch is measured
 
   explicit Cta(const Launch& launch, const std::vector<Region>& regions);
   void run(u32 linear);
