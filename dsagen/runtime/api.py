@@ -6,7 +6,6 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import partial
 from typing import Any, NoReturn, SupportsIndex
 
@@ -26,7 +25,7 @@ from dsagen.matrix import expand
 from dsagen.plan import KernelPlan
 from dsagen.runtime.driver import CudaDriver, DeviceFacts, Driver
 from dsagen.runtime.emulated import DEVICE as EMULATOR
-from dsagen.runtime.emulated import EmulatorDriver, EmulatorOptions, emulated_arch, read_ptx
+from dsagen.runtime.emulated import EmulatorDriver, EmulatorOptions, emulated_arch, read_ptx, require_known_device
 from dsagen.runtime.launch import Number
 from dsagen.runtime.loader import Loader, ReadCode, device_arch, read_cubins
 from dsagen.runtime.plan_cache import PlanCache, PlanKey
@@ -86,25 +85,10 @@ def load(
         chosen = tuple(cell.arch for cell in expand(loaded, archs).cells)
         driver = partial(EmulatorDriver, emulated_arch(chosen), emulator or EmulatorOptions())
         return Kernels(loaded, archs=archs, open_driver=driver, read=read_ptx)
-    _require_cuda_device(device, emulator)
-    return Kernels(loaded, device=device, archs=archs)
-
-
-def _require_cuda_device(device: object, emulator: EmulatorOptions | None) -> None:
-    """Refuse what names no device of CUDA before a driver is asked for it."""
+    require_known_device(device)
     if emulator is not None:
         raise DeviceError(f"emulator: options for device={EMULATOR!r}, but device is {device!r}: leave either out")
-    if isinstance(device, str | torch.device):
-        try:
-            named = torch.device(device).type
-        except RuntimeError:
-            named = ""
-        if named != "cuda":
-            close = f" (did you mean {EMULATOR!r}?)" if get_close_matches(str(device), [EMULATOR, "cpu"], n=1) else ""
-            raise DeviceError(
-                f"device {str(device)!r}{close}: expected a CUDA device such as 0 or 'cuda:0', or {EMULATOR!r}, which "
-                "runs kernels on CPU tensors"
-            )
+    return Kernels(loaded, device=device, archs=archs)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import ctypes
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 
 import torch
 
@@ -15,7 +16,7 @@ from dsagen.build import StoreEntry, measure_room
 from dsagen.emulator import Counts, Memory
 from dsagen.emulator.attributes import PtxAttributes, attributes
 from dsagen.emulator.library import load_library
-from dsagen.errors import GuardError, StoreError
+from dsagen.errors import DeviceError, EmulatorLimitError, StoreError
 from dsagen.plan import KernelPlan
 from dsagen.runtime.driver import DeviceFacts, KernelAttributes, LaunchConfig, Operands, PointerField
 from dsagen.runtime.loader import entries_of
@@ -167,11 +168,11 @@ class EmulatorDriver:
     def make_launch(
         self, ordinal: int, kernel: _Kernel, config: LaunchConfig, params: int
     ) -> Callable[[Operands], None]:
-        """A prepared launch; GuardError when the grid is larger than DSAGEN_EMULATOR_MOST_CTAS."""
+        """A prepared launch; EmulatorLimitError when the grid is larger than DSAGEN_EMULATOR_MOST_CTAS."""
 
         def run(operands: Operands) -> None:
             if config.grid > self._most_ctas:
-                raise GuardError(
+                raise EmulatorLimitError(
                     f"[T-16] grid: {kernel.symbol} would run {config.grid} CTAs, the emulator's limit is "
                     f"{self._most_ctas}: pass a smaller batch, or raise {knobs.EMULATOR_MOST_CTAS.name} and wait longer"
                 )
@@ -205,6 +206,22 @@ class EmulatorDriver:
 
     def keep_for_stream(self, ordinal: int, tensor: torch.Tensor) -> None:
         """Nothing: no work outlives its call."""
+
+
+def require_known_device(device: object) -> None:
+    """Refuse a name of neither the emulator nor a device of CUDA, whether or not there is one."""
+    if device == DEVICE or not isinstance(device, str | torch.device):
+        return
+    try:
+        named = torch.device(device).type
+    except RuntimeError:
+        named = ""
+    if named != "cuda":
+        hint = f" (did you mean {DEVICE!r}?)" if get_close_matches(str(device), [DEVICE]) else ""
+        raise DeviceError(
+            f"device {str(device)!r}{hint}: expected a CUDA device such as 0 or 'cuda:0', or {DEVICE!r}, which runs "
+            "kernels on CPU tensors"
+        )
 
 
 def emulated_arch(archs: Sequence[str]) -> Arch:
