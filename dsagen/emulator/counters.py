@@ -119,3 +119,13 @@ def flops_of(name: str) -> int:
     """Floating-point operations of a matrix product of a warp, 0 for anything else."""
     found = _TENSOR.match(name)
     return _FLOPS_OF_PRODUCT * _MMA_ELEMENTS * int(found[1]) if found else 0
+
+
+def total(counters: Sequence[Counters]) -> Counters:
+    """The sums over several launches."""
+    classes = sorted({name for one in counters for name in one.instructions})
+    plain = [name for name in Counters.__dataclass_fields__ if name != "instructions"]
+    return Counters(
+        {kind: sum(one.instructions.get(kind, 0) for one in counters) for kind in classes},
+        **{name: sum(getattr(one, name) for one in counters) for name in plain},
+    )

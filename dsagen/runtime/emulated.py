@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 
@@ -276,11 +276,3 @@ def _bytes_of(tensor: torch.Tensor, size_bytes: int) -> torch.Tensor:
     first = tensor.storage_offset() * tensor.element_size()
     whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
     return whole[first : first + size_bytes]
-
-
-def launches_by_symbol(launches: Sequence[EmulatedLaunch]) -> Mapping[str, tuple[EmulatedLaunch, ...]]:
-    """Launches of each kernel, in their order."""
-    found: dict[str, tuple[EmulatedLaunch, ...]] = {}
-    for launch in launches:
-        found[launch.symbol] = (*found.get(launch.symbol, ()), launch)
-    return found
