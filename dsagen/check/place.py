@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from dsagen import knobs
 from dsagen.arch import arch_for_capability
 from dsagen.check.cases import REPEATS as DECODE_REPEATS
 from dsagen.check.cases import DecodeCase
@@ -28,7 +29,7 @@ Case = DecodeCase | TopkCase
 MOST_COLUMN_HEADS = 50_000_000
 MOST_SCORES = 50_000_000
 MOST_INPUT_BYTES = 1 << 30
-_SCORE_BYTES = 4
+_SCORE_BYTES, _BF16_BYTES = 4, 2
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,12 @@ def emulator_place(spec: DeploymentSpec, arch: str | None, options: EmulatorOpti
 
 def too_large(spec: DeploymentSpec, case: Case) -> str:
     """Why a case is beyond what the emulator is meant for, empty where it is not."""
+    most_rows = knobs.EMULATOR_MOST_CTAS.get()
+    if case.rows > most_rows:
+        return (
+            f"too large for the emulator: {case.rows:,} rows, and a launch of more than {most_rows:,} CTAs is refused "
+            f"({knobs.EMULATOR_MOST_CTAS.name})"
+        )
     what, size, limit, input_bytes = _topk_size(case) if isinstance(case, TopkCase) else _decode_size(spec, case)
     if size > limit:
         return f"too large for the emulator: {size:,} {what} over all calls, its limit is {limit:,}"
@@ -76,9 +83,11 @@ def too_large(spec: DeploymentSpec, case: Case) -> str:
 
 def _decode_size(spec: DeploymentSpec, case: DecodeCase) -> tuple[str, int, int, int]:
     calls = {DecodeProbe.REPEATED: DECODE_REPEATS, DecodeProbe.BATCH_INVARIANT: 3}.get(case.probe, 1)
-    pool_bytes = case.batch * (case.kv_tokens + case.page_size) * spec.kv_format.record_bytes
+    record = spec.kv_format
+    pool_bytes = case.batch * (case.kv_tokens + case.page_size) * record.record_bytes
+    query_bytes = case.rows * spec.heads * _BF16_BYTES * record.d_qk
     size = case.rows * case.topk * spec.heads * calls
-    return "index columns x heads", size, MOST_COLUMN_HEADS, pool_bytes
+    return "index columns x heads", size, MOST_COLUMN_HEADS, pool_bytes + query_bytes
 
 
 def _topk_size(case: TopkCase) -> tuple[str, int, int, int]:
