@@ -36,12 +36,12 @@ _CLASSES = tuple(
         (
             "alu",
             r"(add|sub|mul|mad|div|rem|min|max|abs|neg|not|and|or|xor|shl|shr|mov|selp|setp|set|popc|clz|brev|bfind|bfe"
-            r"|bfi|prmt|shf|lop3|dp4a|dp2a|pack|unpack|cvta|isspacep|sad|fns|szext|bmsk)(_\w+)?",
+            r"|bfi|prmt|shf|lop3|dp4a|dp2a|pack|unpack|cvta|isspacep|generic|sad|fns|szext|bmsk)(_\w+)?",
         ),
     )
 )
 _SPACES = ("generic", "global", "shared", "local", "param", "const")
-_TENSOR = re.compile(r"mma_k(\d+)_\w+\Z")
+_TENSOR = re.compile(r"mma_(?:bytes_)?k(\d+)(?:_\w+)?\Z")
 # Rows times columns of mma.sync's result, and the two operations of a product that is added.
 _MMA_ELEMENTS, _FLOPS_OF_PRODUCT = 16 * 8, 2
 _INSTRUCTION = struct.Struct("<HhIiI")

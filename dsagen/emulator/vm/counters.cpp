@@ -38,15 +38,25 @@ Space resolve(Space space, u64& address) {
   if (space != kGeneric) return space;
   const u64 window = address & ~(kWindowBytes - 1);
   if (window == kSharedWindow) address -= kSharedWindow;
-  return window == kSharedWindow ? kShared : window == kLocalWindow ? kLocal : window == kParamWindow ? kParam : kGlobal;
+  if (window == kSharedWindow) return kShared;
+  return window == kLocalWindow ? kLocal : window == kParamWindow ? kParam : kGlobal;
 }
 
 }  // namespace
 
 Meter::Meter(const Launch& launch)
-    : executions_(launch.instructions), spinning_((launch.block[0] * launch.block[1] * launch.block[2] + kLanes - 1) / kLanes) {}
+    : totals_(*launch.meter),
+      executions_(launch.instructions),
+      spinning_((launch.block[0] * launch.block[1] * launch.block[2] + kLanes - 1) / kLanes) {}
 
-void Meter::reset() { std::fill(spinning_.begin(), spinning_.end(), 0); }
+// Meters of other threads may end at the same time.
+Meter::~Meter() {
+  for (size_t n = 0; n < executions_.size(); n++)
+    __atomic_fetch_add(totals_.executions + n, executions_[n], __ATOMIC_RELAXED);
+  for (u32 n = 0; n < kMetrics; n++) __atomic_fetch_add(totals_.metrics + n, metrics_[n], __ATOMIC_RELAXED);
+}
+
+void Meter::start(const Warp& w) { spinning_[w.index] = 0; }
 
 void Meter::before(Warp& w, const Ins& i, u32 mask) {
   std::fill(found_, found_ + kMetrics, 0);
@@ -71,11 +81,6 @@ void Meter::after(const Warp& w) {
   for (u32 n = 0; n < kMetrics; n++) metrics_[n] += found_[n];
 }
 
-void Meter::add_to(MeterTotals& totals) const {
-  for (size_t n = 0; n < executions_.size(); n++) totals.executions[n] += executions_[n];
-  for (u32 n = 0; n < kMetrics; n++) totals.metrics[n] += metrics_[n];
-}
-
 void Meter::measure(Warp& w, const Ins& i, u32 mask) {
   VM_OPERANDS;
   u64 addresses[kLanes] = {}, others[kLanes] = {};
@@ -96,9 +101,9 @@ void Meter::measure(Warp& w, const Ins& i, u32 mask) {
     const u32 count = i.flags >> 3 & 7;
     const u16* at = x + (kind == kMatrixLoad ? count : 0);
     u32 in[6] = {};
-    for (u32 l = 0; l < 8 * count; l++) {
-      const auto space = static_cast<Space>(i.flags & 7);
-      addresses[l] = space == kShared ? narrow_address(w, at, static_cast<int>(l)) : wide_address(w, at, static_cast<int>(l));
+    const auto space = static_cast<Space>(i.flags & 7);
+    for (int l = 0; l < static_cast<int>(8 * count); l++) {
+      addresses[l] = space == kShared ? narrow_address(w, at, l) : wide_address(w, at, l);
       in[resolve(space, addresses[l])] |= 1u << l;
     }
     shared(addresses, in[kShared], 16, kind == kMatrixStore, false);
@@ -136,7 +141,8 @@ void Meter::global(const u64* addresses, u32 mask, u32 bytes, bool write) {
     std::sort(touched, touched + count);
     sectors = static_cast<u64>(std::unique(touched, touched + count) - touched);
   }
-  add(write ? kGlobalWrittenBytes : kGlobalReadBytes, static_cast<u64>(bytes) * static_cast<u64>(__builtin_popcount(mask)));
+  const u64 lanes = static_cast<u64>(__builtin_popcount(mask));
+  add(write ? kGlobalWrittenBytes : kGlobalReadBytes, bytes * lanes);
   add(write ? kGlobalWrittenSectors : kGlobalReadSectors, sectors);
 }
 

@@ -23,14 +23,17 @@ struct MeterTotals {
   u64* metrics;
 };
 
-// Of one CTA after another. before() is called ahead of each instruction, after() behind it.
+// Of one CTA after another; what it has counted joins the launch's totals when it ends. start() is called before a warp
+// begins, before() ahead of each instruction, after() behind it.
 class Meter {
  public:
   explicit Meter(const Launch& launch);
+  ~Meter();
+  Meter(const Meter&) = delete;
+  Meter& operator=(const Meter&) = delete;
+  void start(const Warp& w);
   void before(Warp& w, const Ins& i, u32 mask);
   void after(const Warp& w);
-  void reset();
-  void add_to(MeterTotals& totals) const;
 
  private:
   void measure(Warp& w, const Ins& i, u32 mask);
@@ -38,6 +41,7 @@ class Meter {
   void shared(const u64* addresses, u32 mask, u32 bytes, bool write, bool serial);
   void add(Metric metric, u64 value) { found_[metric] += value; }
 
+  MeterTotals& totals_;
   std::vector<u64> executions_;
   std::vector<u32> spinning_;  // by warp: lanes between a failed wait and their next one
   u64 metrics_[kMetrics] = {}, found_[kMetrics] = {};

@@ -78,10 +78,12 @@ Cta::Cta(const Launch& given, const std::vector<Region>& all) : launch(&given), 
     w.born = lanes == kLanes ? kFullMask : (1u << lanes) - 1;
     w.local.resize(static_cast<size_t>(given.local_bytes) * kLanes);
   }
+  if (given.meter != nullptr) meter = std::make_shared<Meter>(given);
 }
 
 // Kinds: 0 the value itself, else a special register.
 void Cta::load_specials(Warp& w) {
+  if (meter != nullptr) meter->start(w);
   const Launch& g = *launch;
   for (u32 n = 0; n < g.preload_count; n++) {
     const Preload& p = g.preloads[n];
@@ -226,7 +228,6 @@ bool Cta::run_round() {
 
 void Cta::run(u32 linear) {
   reset(linear);
-  if (meter != nullptr) meter->reset();
   u32 idle = 0;
   for (;;) {
     u32 live = 0;
@@ -279,8 +280,6 @@ namespace {
 void run_ctas(vm::Launch& launch, const std::vector<vm::Region>& regions, std::atomic<uint32_t>& next, uint32_t count,
               std::mutex& lock, std::string& message) {
   vm::Cta cta(launch, regions);
-  vm::Meter meter(launch);
-  if (launch.meter != nullptr) cta.meter = &meter;
   try {
     for (uint32_t linear; (linear = next.fetch_add(1)) < count;) cta.run(linear);
   } catch (const vm::Fault& fault) {
@@ -290,7 +289,6 @@ void run_ctas(vm::Launch& launch, const std::vector<vm::Region>& regions, std::a
   }
   const std::lock_guard<std::mutex> guard(lock);
   for (int n = 0; n < 4; n++) launch.counters[n] += cta.counters[n];
-  if (launch.meter != nullptr) meter.add_to(*launch.meter);
 }
 
 }  // namespace

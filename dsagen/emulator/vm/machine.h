@@ -2,6 +2,7 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -209,7 +210,7 @@ struct Cta {
   u64 executed = 0;
   u32 fault_lane = 0;
   const std::vector<Region>* regions = nullptr;
-  Meter* meter = nullptr;  // where the launch is measured
+  std::shared_ptr<Meter> meter;  // where the launch is measured
 
   explicit Cta(const Launch& launch, const std::vector<Region>& regions);
   void run(u32 linear);
