@@ -1,4 +1,7 @@
-"""Top-k as nvcc compiles it, on the emulator, held to the torch reference of the op."""
+"""Top-k as nvcc compiles it, on the emulator, with barriers removed.
+
+Its results are held to the reference by test_conformance_emulated.py.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,6 @@ POISON = -77
 PAGE = 61
 ROWS, WIDTH, GAP = 4, 9001, 7  # rows that start off 16 B, and one element more than a round number
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-ARCHS = ("sm_90a", "sm_80")
 
 
 @cache
@@ -46,14 +48,6 @@ def few_values(generator: torch.Generator) -> torch.Tensor:
 def one_binade(generator: torch.Generator) -> torch.Tensor:
     """More candidates than the buffer holds share their first digit."""
     return 1 + torch.rand(ROWS, WIDTH, generator=generator) / 1024
-
-
-def not_numbers(generator: torch.Generator) -> torch.Tensor:
-    scores = torch.randn(ROWS, WIDTH, generator=generator)
-    scores[:, ::3] = math.nan
-    scores[:, 1::3] = -math.inf
-    scores[:, 5::700] = math.inf
-    return scores
 
 
 @dataclass(frozen=True)
@@ -108,14 +102,6 @@ def problem(call: Call, select: Kernel, seed: int) -> str:
     wanted = {"raw": (raw, torch.cat((indices, poison), 1)), "counts": (counts, how_many)}
     wanted["out"] = (out, torch.cat((ids, poison), 1))
     return ", ".join(name for name, (found, want) in wanted.items() if not torch.equal(found.long(), want))
-
-
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("score", DTYPES)
-@pytest.mark.parametrize("values", [normal, few_values, one_binade, not_numbers])
-@pytest.mark.parametrize("k", [1, 512, 2048])
-def test_selection(values: Callable[[torch.Generator], torch.Tensor], score: str, arch: str, k: int) -> None:
-    assert problem(make_call(values, score, k), kernel(score, arch), seed=k) == ""
 
 
 def outcome(select: Kernel, score: str) -> str:
