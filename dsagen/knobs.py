@@ -21,6 +21,8 @@ from dsagen.errors import KnobError
 T = TypeVar("T")
 
 PREFIX = "DSAGEN_"
+# Threads of the host that the emulator starts at most.
+MOST_HOST_THREADS = 1024
 LOG_LEVELS = ("quiet", "error", "warning", "info", "debug")
 
 _LEAST_GIGABYTES, _MOST_GIGABYTES = 0.001, 1e6
@@ -118,7 +120,13 @@ def _parse_jobs(text: str) -> int:
 
 def _parse_count(text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < 1:
-        raise ValueError("expected a whole number, 1 or more")
+        raise ValueError("expected a whole number from 1 to 999999999")
+    return int(text)
+
+
+def _parse_threads(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,4}", text) or not 1 <= int(text) <= MOST_HOST_THREADS:
+        raise ValueError(f"expected a whole number from 1 to {MOST_HOST_THREADS}")
     return int(text)
 
 
@@ -305,10 +313,10 @@ EMULATOR_RACES: Knob[bool] = Knob(
 )
 EMULATOR_THREADS: Knob[int | None] = Knob(
     "DSAGEN_EMULATOR_THREADS",
-    "int >= 1",
+    "int 1 to 1024",
     None,
     "Threads of the host that share a launch's CTAs on the emulator. Default: the usable cores.",
-    _parse_count,
+    _parse_threads,
 )
 EMULATOR_MOST_CTAS: Knob[int] = Knob(
     "DSAGEN_EMULATOR_MOST_CTAS",

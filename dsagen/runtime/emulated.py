@@ -16,13 +16,15 @@ from dsagen.build import StoreEntry, measure_room
 from dsagen.emulator import Counts, Memory
 from dsagen.emulator.attributes import PtxAttributes, attributes
 from dsagen.emulator.library import load_library
-from dsagen.errors import DeviceError, EmulatorLimitError, StoreError
+from dsagen.errors import DeviceError, EmulatorLimitError, GuardError, StoreError
+from dsagen.guard import require_int
 from dsagen.plan import KernelPlan
 from dsagen.runtime.driver import DeviceFacts, KernelAttributes, LaunchConfig, Operands, PointerField
 from dsagen.runtime.loader import entries_of
 from dsagen.runtime.tensors import span_bytes
 
 DEVICE = emulator.DEVICE
+_MOST_SEED = (1 << 63) - 1
 # Where nothing lies: what a pointer becomes that leads into no tensor of the call, such as that of an empty one.
 _NOWHERE = 1
 # Operands lie apart, so that what runs past one does not end in another. Within this many bytes they keep the alignment
@@ -45,6 +47,7 @@ class EmulatorOptions:
 
     `seed` 0 runs warps in turn, any other draws their order; `races` looks for unordered accesses; `threads` are those
     of the host. `counters` measures each launch in detail, `observe` is called with every launch that went well.
+    GuardError for a number outside its range.
     """
 
     seed: int | None = None
@@ -52,6 +55,14 @@ class EmulatorOptions:
     threads: int | None = None
     counters: bool = False
     observe: Callable[[EmulatedLaunch], None] | None = None
+
+    def __post_init__(self) -> None:
+        for name, value, least, most in (
+            ("seed", self.seed, 0, _MOST_SEED),
+            ("threads", self.threads, 1, knobs.MOST_HOST_THREADS),
+        ):
+            if value is not None and not least <= require_int(name, value) <= most:
+                raise GuardError(f"[T-12] {name}: {value}, expected {least} to {most} for the emulator")
 
 
 @dataclass(frozen=True)
@@ -102,7 +113,8 @@ class EmulatorDriver:
         given = self.options
         self.seed = knobs.EMULATOR_SEED.get() if given.seed is None else given.seed
         self.races = knobs.EMULATOR_RACES.get() if given.races is None else given.races
-        self.threads = given.threads or knobs.EMULATOR_THREADS.get() or measure_room().cores
+        chosen = given.threads or knobs.EMULATOR_THREADS.get()
+        self.threads = measure_room().cores if chosen is None else chosen
         self._most_ctas = knobs.EMULATOR_MOST_CTAS.get()
         # What the grid before may still be writing, for one that overlaps it.
         self._written: tuple[range, ...] = ()

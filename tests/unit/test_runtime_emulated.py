@@ -17,7 +17,7 @@ from dsagen.check.place import MOST_COLUMN_HEADS, too_large
 from dsagen.check.run import run_check
 from dsagen.check.topk_cases import topk_cases
 from dsagen.emulator import library
-from dsagen.errors import DeviceError, EmulatorLimitError, KnobError, SpecError, StoreError, ToolchainError
+from dsagen.errors import DeviceError, EmulatorLimitError, GuardError, KnobError, SpecError, StoreError, ToolchainError
 from dsagen.runtime import emulated
 from dsagen.runtime.driver import LaunchConfig, PointerField, cuda_home
 from dsagen.runtime.emulated import EmulatorDriver, EmulatorOptions, bind_memory
@@ -98,6 +98,21 @@ def test_knobs_refuse_what_is_no_number(name, value, monkeypatch):
     monkeypatch.setenv(f"DSAGEN_EMULATOR_{name}", value)
     with pytest.raises(KnobError, match=f"DSAGEN_EMULATOR_{name}='{value}': expected a whole number"):
         EmulatorDriver(arch("sm_90a"))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"seed": -1}, r"\[T-12\] seed: -1, expected 0 to 9223372036854775807 for the emulator"),
+        ({"seed": 1 << 63}, r"\[T-12\] seed: 9223372036854775808, expected 0 to"),
+        ({"threads": 0}, r"\[T-12\] threads: 0, expected 1 to 1024"),
+        ({"threads": 2.0}, r"\[T-12\] threads: expected a whole number, found 2.0"),
+        ({"seed": True}, r"\[T-12\] seed: expected a whole number, found True"),
+    ],
+)
+def test_options_outside_their_range_are_refused(options, text):
+    with pytest.raises(GuardError, match=text):
+        EmulatorOptions(**options)
 
 
 # ---- what is missing, what is too large
