@@ -70,7 +70,6 @@ def launch(
     ]
     arrays = (program.args, program.ptx_lines, program.cuda_lines)
     args, ptx_lines, cuda_lines = (ctypes.c_void_p(array.buffer_info()[0]) for array in arrays)
-    meter = Meter(program.code, tuple(library.numbers)) if counters else None
     run = LaunchBlock(
         code=ctypes.cast(buffers[0], ctypes.c_void_p),
         args=args,
@@ -95,8 +94,9 @@ def launch(
         races=races,
         seed=seed,
         instruction_limit=instruction_limit,
-        meter=ctypes.addressof(meter.totals) if meter is not None else None,
     )
+    meter = Meter(program.code, tuple(library.numbers)) if counters else None
+    run.meter = None if meter is None else ctypes.addressof(meter.totals)
     failed = library.handle.vm_run(ctypes.byref(run))
     del kept
     if failed:
