@@ -69,7 +69,6 @@ def test_an_atomic_reads_and_writes() -> None:
         (8, "st.shared.u32 [%r1], %r0;", 2, 1),
         (128, "st.shared.u32 [%r1], %r0;", 32, 31),
         (132, "st.shared.u32 [%r1], %r0;", 1, 0),
-        (0, "st.shared.u32 [%r1], %r0;", 1, 0),
         (2, "st.shared.u16 [%r1], %h0;", 1, 0),
         (8, "st.shared.v2.u32 [%r1], {%r0, %r0};", 2, 0),
         (256, "st.shared.v2.u32 [%r1], {%r0, %r0};", 32, 30),
@@ -92,8 +91,17 @@ def test_reads_of_shared_memory_count_apart() -> None:
     assert (found.shared_written_wavefronts, found.shared_read_wavefronts, found.shared_read_conflicts) == (2, 2, 1)
 
 
+# One lane writes a word that all then reach.
+ONE_WORD = "mov.u32 %r1, area;\nsetp.eq.u32 %p1, %r0, 0;\n@%p1 st.shared.u32 [%r1], 0;\nbar.warp.sync -1;\n"
+
+
+def test_a_word_is_read_once_for_all_lanes() -> None:
+    found = counters(ONE_WORD + "ld.shared.u32 %r2, [%r1];", SHARED)
+    assert (found.shared_read_wavefronts, found.shared_read_conflicts) == (1, 0)
+
+
 def test_atomics_on_one_word_take_turns() -> None:
-    found = counters("mov.u32 %r1, area;\nst.shared.u32 [%r1], 0;\nred.shared.add.u32 [%r1], 1;", SHARED)
+    found = counters(ONE_WORD + "red.shared.add.u32 [%r1], 1;", SHARED)
     assert (found.shared_written_wavefronts, found.shared_written_conflicts) == (1 + 32, 31)
 
 
