@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from dsagen.cli.proving import MAX_SEED
 from dsagen.cli.selection import Selection, arch_option, json_option, select, specs_argument
 from dsagen.cli.table import aligned, echo_json, echo_lines
 from dsagen.errors import CheckFailed, EmulatorError, SpecError
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from dsagen.check.emulate import SeedRun
     from dsagen.plan import KernelPlan
 
-MAX_SEED = 2**63 - 1
 _PTX_SUFFIX = ".ptx"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import dsagen
 from dsagen.build import Store
 from dsagen.check.run import run_check
 from dsagen.check.topk_cases import topk_cases
+from dsagen.cli import main
 from dsagen.errors import DeviceError, EmulatorError, EmulatorLimitError, FrozenError, GuardError, StoreError
 from dsagen.evidence import Rung, read_rows, rung
 from dsagen.families.sparse_decode.reference import sparse_decode_reference
@@ -208,3 +210,33 @@ def test_a_check_is_evidence_of_the_emulated_rung(
     assert rows[0].driver.startswith("vm-") and rows[0].not_run == report.count("not_run") > 0
     status = rung(unit, rows, Store.open().lookup(unit))
     assert (status.rung, str(status)) == (Rung.EMULATED, "emulated")
+
+
+# ---- the command line
+
+
+def test_emulate_runs_cases_in_several_orders_and_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["emulate", "v32_topk_h128", "--only", "topk.width.?", "--seeds", "2", "--json", "--seed", "3"])
+    first, second = json.loads(capsys.readouterr().out)["runs"]
+    assert code == 0
+    assert (first["report"]["counts"], second["emulator_seed"]) == ({"passed": 3, "failed": 0, "not_run": 0}, 1)
+    (kernel,) = first["kernels"]
+    assert kernel["launches"] == 3 and kernel["counters"]["instructions"]["alu"] > 0 and second["kernels"] == []
+
+
+def test_emulate_names_the_order_that_fails(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoilt(monkeypatch, r"st\.global\.u32", "st.global.v9.u32")
+    code = main(["emulate", "v32_topk_h128", "--only", "topk.width.3", "--seed", "3"])
+    assert code == 4
+    text = capsys.readouterr().err
+    assert "topk.width.3: EmulatorError: dsa_topk" in text and "st.global.v9.u32" in text
+    assert "Replay: DSAGEN_EMULATOR_SEED=0 dsagen check v32_topk_h128 --device emulator --arch sm_90a" in text
+
+
+def test_coverage_of_a_spec(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["emulate", "--coverage", "v32_topk_h128"]) == 0
+    assert capsys.readouterr().out == "sm_90a  1 kernels  0 opcodes not handled\n"
+    assert main(["emulate", "--coverage", "v32_topk_h128", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"archs": {"sm_90a": {"kernels": 1, "missing": {}}}}

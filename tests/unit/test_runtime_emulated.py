@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fake_driver import FakeDriver, fake_cubins
 
 import dsagen
 from dsagen.arch import arch
@@ -19,6 +20,7 @@ from dsagen.check.topk_cases import topk_cases
 from dsagen.emulator import library
 from dsagen.errors import DeviceError, EmulatorLimitError, GuardError, KnobError, SpecError, StoreError, ToolchainError
 from dsagen.runtime import emulated
+from dsagen.runtime.api import Kernels
 from dsagen.runtime.driver import LaunchConfig, PointerField, cuda_home
 from dsagen.runtime.emulated import EmulatorDriver, EmulatorOptions, bind_memory
 from dsagen.spec import load_spec, shipped_specs
@@ -70,6 +72,32 @@ def test_tensors_elsewhere_are_told_where_to_go(driver):
         "or load the spec with device='emulator' to run kernels on the CPU"
     )
     assert "emulator" not in cuda_home("q", torch.device("meta"))
+
+
+class DriverOfGpus(FakeDriver):
+    """One that does not serve the CPU, as the real one."""
+
+    def ordinal(self, device):
+        return 0 if device.type == "cuda" else None
+
+    def torch_device(self, ordinal):
+        return torch.device("cuda", ordinal)
+
+
+def test_tensors_of_the_cpu_are_refused_by_kernels_of_a_gpu():
+    advice = "on cpu, expected a CUDA device: move it with {0}.to('cuda'), or load the spec with device='emulator' to"
+    kernels = Kernels(load_spec("v32_h16"), open_driver=DriverOfGpus, read=fake_cubins)
+    q, k_cache = torch.zeros(1, 1, 16, 576, dtype=torch.bfloat16), torch.zeros(1, 64, 1, 656, dtype=torch.uint8)
+    with pytest.raises(GuardError) as raised:
+        kernels.sparse_decode(q, k_cache, torch.zeros(1, 1, 64, dtype=torch.int32))
+    assert str(raised.value).startswith("[T-03] q: " + advice.format("q"))
+    selection = Kernels(load_spec("v32_topk_h128"), open_driver=DriverOfGpus, read=fake_cubins)
+    with pytest.raises(GuardError) as raised:
+        selection.topk(torch.zeros(1, 64), k=3)
+    assert str(raised.value).startswith("[T-03] scores: " + advice.format("scores"))
+    for name in ("emulator", "cpu"):
+        with pytest.raises(DeviceError, match=rf"device '{name}': expected one of the 1 CUDA device\(s\)"):
+            kernels.prepare([name])
 
 
 def test_the_device_has_the_limits_of_its_arch_and_says_whose_sm_count_it_takes(driver):
