@@ -109,5 +109,5 @@ CALL_RULES: Mapping[str, str] = {
     "transform of torch around it, no negation that is still to be done",
     "T-16": "explain of topk takes the width of a row",
     "T-15": "topk takes page_table or candidate_blocks, and page_size, table_of_row and table_starts with page_table",
-    "T-16": "on the emulator a launch has at most DSAGEN_EMULATOR_MOST_CTAS CTAs",
+    "T-17": "on the emulator a launch has at most DSAGEN_EMULATOR_MOST_CTAS CTAs",
 }

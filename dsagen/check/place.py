@@ -15,7 +15,7 @@ from dsagen.arch import arch_for_capability
 from dsagen.check.cases import REPEATS as DECODE_REPEATS
 from dsagen.check.cases import DecodeCase
 from dsagen.check.cases import Probe as DecodeProbe
-from dsagen.check.topk_cases import FAR_ROW_ELEMENTS, TopkCase
+from dsagen.check.topk_cases import FAR_OUT_ELEMENTS, FAR_ROW_ELEMENTS, TopkCase
 from dsagen.check.topk_cases import REPEATS as TOPK_REPEATS
 from dsagen.check.topk_cases import Probe as TopkProbe
 from dsagen.emulator import DEVICE
@@ -28,7 +28,7 @@ Case = DecodeCase | TopkCase
 # Sizes at which a case takes about a minute of two cores. Larger ones are for devices.
 MOST_COLUMN_HEADS = 50_000_000
 MOST_SCORES = 50_000_000
-MOST_INPUT_BYTES = 1 << 30
+MOST_TENSOR_BYTES = 1 << 30
 _SCORE_BYTES, _BF16_BYTES = 4, 2
 
 
@@ -73,11 +73,11 @@ def too_large(spec: DeploymentSpec, case: Case) -> str:
             f"too large for the emulator: {case.rows:,} rows, and a launch of more than {most_rows:,} CTAs is refused "
             f"({knobs.EMULATOR_MOST_CTAS.name})"
         )
-    what, size, limit, input_bytes = _topk_size(case) if isinstance(case, TopkCase) else _decode_size(spec, case)
+    what, size, limit, tensor_bytes = _topk_size(case) if isinstance(case, TopkCase) else _decode_size(spec, case)
     if size > limit:
         return f"too large for the emulator: {size:,} {what} over all calls, its limit is {limit:,}"
-    if input_bytes > MOST_INPUT_BYTES:
-        return f"too large for the emulator: {input_bytes:,} bytes of inputs, its limit is {MOST_INPUT_BYTES:,}"
+    if tensor_bytes > MOST_TENSOR_BYTES:
+        return f"too large for the emulator: {tensor_bytes:,} bytes of tensors, its limit is {MOST_TENSOR_BYTES:,}"
     return ""
 
 
@@ -93,4 +93,5 @@ def _decode_size(spec: DeploymentSpec, case: DecodeCase) -> tuple[str, int, int,
 def _topk_size(case: TopkCase) -> tuple[str, int, int, int]:
     calls = TOPK_REPEATS if case.probe is TopkProbe.REPEATED else 1
     row_bytes = _SCORE_BYTES * (FAR_ROW_ELEMENTS if case.far else case.width)
-    return "scores", case.rows * case.width * calls, MOST_SCORES, case.rows * row_bytes
+    output_bytes = _SCORE_BYTES * case.rows * (FAR_OUT_ELEMENTS if case.far_out else case.k)
+    return "scores", case.rows * case.width * calls, MOST_SCORES, case.rows * row_bytes + output_bytes

@@ -185,7 +185,7 @@ class EmulatorDriver:
         def run(operands: Operands) -> None:
             if config.grid > self._most_ctas:
                 raise EmulatorLimitError(
-                    f"[T-16] grid: {kernel.symbol} would run {config.grid} CTAs, the emulator's limit is "
+                    f"[T-17] grid: {kernel.symbol} would run {config.grid} CTAs, the emulator's limit is "
                     f"{self._most_ctas}: pass a smaller batch, or raise {knobs.EMULATOR_MOST_CTAS.name} and wait longer"
                 )
             address = ctypes.c_void_p.from_address(params).value

@@ -29,8 +29,8 @@ from dsagen.spec import DeploymentSpec, load_spec
 pytestmark = pytest.mark.compile
 
 SEEDS = 4
-# Repeats, which are equal by construction where the order of warps is, and the most splits: one suite runs such.
-SLOW = r"run\.repeated(\.splits5)?|splits\.300|topk\.repeated\..*"
+# Repeats, which are equal by construction where the order of warps is; the most splits and rows: one suite runs such.
+SLOW = r"run\.repeated(\.splits5)?|splits\.300|topk\.repeated\..*|topk\.layout\.rows(1025.*|133\..*)"
 
 
 @dataclass(frozen=True)

@@ -167,7 +167,7 @@ def test_a_grid_beyond_the_limit_is_refused(driver):
     with pytest.raises(EmulatorLimitError) as raised:
         run(())
     assert str(raised.value) == (
-        "[T-16] grid: the_kernel would run 4097 CTAs, the emulator's limit is 4096: pass a smaller batch, or raise "
+        "[T-17] grid: the_kernel would run 4097 CTAs, the emulator's limit is 4096: pass a smaller batch, or raise "
         "DSAGEN_EMULATOR_MOST_CTAS and wait longer"
     )
 
@@ -180,7 +180,7 @@ def test_cases_beyond_the_limit_are_told_apart():
     spec = load_spec("v32_h16")
     refused = {case.name: too_large(spec, case) for case in decode_cases("full", 64, 656)}
     assert refused["large.far_pool"].startswith("too large for the emulator: 5,368,")
-    assert refused["large.far_pool"].endswith("bytes of inputs, its limit is 1,073,741,824")
+    assert refused["large.far_pool"].endswith("bytes of tensors, its limit is 1,073,741,824")
     name = "peer.b321.sq3.kv2046.topk2048.page64.length_none"
     assert refused[name] == ""
     refused = {case.name: too_large(load_spec("v32_h128"), case) for case in decode_cases("full", 64, 656)}
@@ -190,7 +190,7 @@ def test_cases_beyond_the_limit_are_told_apart():
     )
     assert refused["large.batch"].startswith("too large for the emulator: 70,000 rows, and a launch of more than 4,096")
     topk = {case.name: too_large(spec, case) for case in topk_cases("full")}
-    assert "bytes of inputs" in topk["topk.large.far"] and "scores over all calls" in topk["topk.large.batch"]
+    assert "bytes of tensors" in topk["topk.large.far"] and "scores over all calls" in topk["topk.large.batch"]
     assert "70,000 rows" in topk["topk.large.rows"]
     assert topk["topk.large.long.constant"] == ""
 
