@@ -11,6 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from dsagen.arch import ARCHS, KIB
+from dsagen.emulator.counters import Counters, Meter
 from dsagen.emulator.library import LaunchBlock, RegionRow, load_library
 from dsagen.emulator.memory import Memory
 from dsagen.emulator.program import Program, assemble, lower_kernel
@@ -33,13 +34,14 @@ SCHEDULES = ("turns", "random", "priorities")
 @dataclass(frozen=True)
 class Counts:
     """What a launch did, over all CTAs: warp instructions (guarded-off ones too), completed barriers, matrix
-    products, and bytes that asynchronous copies wrote.
+    products, and bytes that asynchronous copies wrote. `measured` has more where that was asked for.
     """
 
     instructions: int
     barriers: int
     matrix_products: int
     copied_bytes: int
+    measured: Counters | None = None
 
 
 class Prepared:
@@ -71,6 +73,7 @@ def launch(
     resident: int = 1,
     os_threads: int = 1,
     races: bool = True,
+    counters: bool = False,
     instruction_limit: int = INSTRUCTION_LIMIT,
     library_folder: Path | None = None,
 ) -> Counts:
@@ -81,7 +84,8 @@ def launch(
     they may, `random`, or `priorities`, in which the warp of the highest priority runs until it waits; the last two
     draw from the seed, and repeat exactly. By default seed 0 takes turns and any other is random. `resident` CTAs run
     by turns on the OS thread, for kernels whose CTAs wait for each other; it is 1 where there are more `os_threads`.
-    `races` looks for accesses that nothing orders; a launch is faster without. `instruction_limit` is per CTA.
+    `races` looks for accesses that nothing orders; a launch is faster without. `counters` measures what the launch does
+    (Counts.measured), which takes time. `instruction_limit` is per CTA.
 
     EmulatorError for PTX that does not parse, a launch that does not fit the kernel, and whatever a kernel must not do:
     the message names the kernel, the PTX and CUDA line, the thread, and for a deadlock who waits where.
@@ -92,9 +96,13 @@ def launch(
         seed=seed, schedule=schedule, resident=resident, os_threads=os_threads, races=races,
         instruction_limit=instruction_limit, library_folder=library_folder,
     )  # fmt: skip
+    meter = Meter(ready.program.code, tuple(library.numbers)) if counters else None
+    ready.block.meter = None if meter is None else ctypes.addressof(meter.totals)
     if library.handle.vm_run(ctypes.byref(ready.block)):
         raise ready.error()
-    return Counts(*ready.block.counters)
+    instructions, barriers, products, copied = ready.block.counters
+    measured = None if meter is None else meter.read(barriers, copied)
+    return Counts(instructions, barriers, products, copied, measured)
 
 
 def prepare(

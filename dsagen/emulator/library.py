@@ -17,7 +17,7 @@ from pathlib import Path
 
 from dsagen import knobs
 from dsagen.emulator.operations import LOCAL_WINDOW, PARAM_WINDOW, SHARED_RESERVE
-from dsagen.errors import EmulatorError
+from dsagen.errors import EmulatorError, ToolchainError
 
 SOURCES = Path(__file__).parent / "vm"
 _FLAGS = (
@@ -59,6 +59,7 @@ class LaunchBlock(ctypes.Structure):
         ("instruction_limit", ctypes.c_uint64),
         ("counters", ctypes.c_uint64 * 4),
         ("message", ctypes.c_char * 4096),
+        ("meter", ctypes.c_void_p),
     )
 
 
@@ -90,7 +91,7 @@ class Library:
 def load_library(folder: Path | None = None) -> Library:
     """The machine, compiled into `folder` (by default below the kernel store's root) where it is not there yet.
 
-    EmulatorError where there is no g++ or it fails.
+    ToolchainError where there is no g++, EmulatorError where it fails.
     """
     path = _built(folder or _default_folder())
     handle = ctypes.CDLL(str(path))
@@ -128,7 +129,7 @@ def _existing(path: Path) -> Path:
 def _built(folder: Path) -> Path:
     compiler = shutil.which("g++", path=knobs.foreign("PATH"))
     if compiler is None:
-        raise EmulatorError("no g++ on PATH: the emulator compiles its machine with it on first use. Install g++.")
+        raise ToolchainError("no g++ on PATH: the emulator compiles its machine with it on first use. Install g++.")
     digest = hashlib.sha256()
     for path in sorted(SOURCES.iterdir()):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())

@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn, SupportsIndex
 
 import torch
@@ -23,8 +24,10 @@ from dsagen.log import configure_library_logging
 from dsagen.matrix import expand
 from dsagen.plan import KernelPlan
 from dsagen.runtime.driver import CudaDriver, DeviceFacts, Driver
+from dsagen.runtime.emulated import DEVICE as EMULATOR
+from dsagen.runtime.emulated import EmulatorDriver, EmulatorOptions, emulated_arch, read_ptx, require_known_device
 from dsagen.runtime.launch import Number
-from dsagen.runtime.loader import Loader, ReadCubins, device_arch, read_cubins
+from dsagen.runtime.loader import Loader, ReadCode, device_arch, read_cubins
 from dsagen.runtime.plan_cache import PlanCache, PlanKey
 from dsagen.runtime.sparse_decode import (
     OP,
@@ -60,6 +63,7 @@ def load(
     *,
     device: Device | None = None,
     archs: Sequence[str] | None = None,
+    emulator: EmulatorOptions | None = None,
 ) -> Kernels:
     """The kernels of a deployment, compiled for a device where the store lacks them.
 
@@ -68,12 +72,23 @@ def load(
     of the spec's; all by default) cover them. DSAGEN_DEBUG_SYNC, DSAGEN_CHECK_INDICES, DSAGEN_LOG and DSAGEN_LOG_DEST
     are read here.
 
+    With device="emulator" the same ops run the same kernels' PTX on CPU tensors, slowly and with every access checked,
+    as the first of `archs`; `emulator` says how, in place of the DSAGEN_EMULATOR_* variables, which are read here too.
+
     Raises SpecError for a bad spec or one that cannot be built as a whole, KnobError for a bad variable, DeviceError
-    without a usable GPU, BuildError when a kernel does not compile, StoreError when DSAGEN_NO_JIT is set and one is
-    missing.
+    without a usable GPU or for a device that there is not, BuildError when a kernel does not compile (the emulator:
+    ToolchainError without g++), StoreError when DSAGEN_NO_JIT is set and a kernel is missing.
     """
     configure_library_logging()
-    return Kernels(load_spec(spec), device=device, archs=archs)
+    loaded = load_spec(spec)
+    if isinstance(device, str) and device == EMULATOR:
+        chosen = tuple(cell.arch for cell in expand(loaded, archs).cells)
+        driver = partial(EmulatorDriver, emulated_arch(chosen), emulator or EmulatorOptions())
+        return Kernels(loaded, archs=archs, open_driver=driver, read=read_ptx)
+    require_known_device(device)
+    if emulator is not None:
+        raise DeviceError(f"emulator: options for device={EMULATOR!r}, but device is {device!r}: leave either out")
+    return Kernels(loaded, device=device, archs=archs)
 
 
 @dataclass(frozen=True)
@@ -114,7 +129,7 @@ class Kernels:
         device: Device | None = None,
         archs: Sequence[str] | None = None,
         open_driver: Callable[[], Driver] = CudaDriver,
-        read: ReadCubins = read_cubins,
+        read: ReadCode = read_cubins,
     ) -> None:
         self.spec = spec
         # What is wrong with a spec needs no GPU to be told, so it comes first.
@@ -287,7 +302,7 @@ class Kernels:
         results = make_outputs(tensors, self.spec.dims.d_v)
         if rows:
             call = call_arguments(tensors, *results, scale)
-            plan.launch(binding.arguments, call, stream)
+            plan.launch(binding.arguments, call, stream, (*tensors, *results))
         return results
 
     def topk(
@@ -359,7 +374,8 @@ class Kernels:
                 given = plan.arguments()
             loaded = [self._loader.load(kernel, ordinal) for kernel in chosen.plans]
             values = {**arguments, **output_arguments(tensors, result), **given}
-            self._topk_launcher.launch(loaded, chosen.ctas, stream, values)
+            operands = (*tensors, result, None if plan is None else plan.workspace)
+            self._topk_launcher.launch(loaded, chosen.ctas, stream, values, operands)
         return result
 
     def topk_workspace_bytes(self, rows: int, width: int, k: int, *, device: Device | None = None) -> int:
@@ -474,14 +490,14 @@ class Kernels:
             return self._default
         ordinal, count = self._find_ordinal(device), self._driver.device_count()
         if ordinal is None or not 0 <= ordinal < count:
-            raise DeviceError(f"device {device!r}: expected one of the {count} CUDA device(s), such as 0 or 'cuda:0'")
+            raise DeviceError(f"device {device!r}: expected {self._driver.known_devices()}")
         return ordinal
 
     def _find_ordinal(self, device: Device) -> int | None:
         if isinstance(device, int):
             return None if isinstance(device, bool) else device
         try:
-            named = torch.device(device)
+            named = torch.device("cpu" if device == EMULATOR else device)
         except (RuntimeError, TypeError):
             return None
         if named.type == "cuda" and named.index is None:

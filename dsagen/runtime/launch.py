@@ -10,7 +10,7 @@ from typing import Any
 
 from dsagen.errors import DeviceError, DsagenError
 from dsagen.plan import KernelPlan, ParamField
-from dsagen.runtime.driver import Driver, DriverError, LaunchConfig
+from dsagen.runtime.driver import Driver, DriverError, LaunchConfig, Operands, PointerField
 from dsagen.runtime.loader import LoadedKernel
 
 _CODES = {"u8": "B", "u16": "H", "u32": "I", "i32": "i", "f32": "f", "u64": "Q", "i64": "q", "pointer": "Q"}
@@ -64,14 +64,22 @@ class KernelLaunch:
         plan = kernel.plan
         self._driver, self._op, self._kernel = driver, op, kernel
         self._block, self._debug_sync = block, debug_sync
-        self._config = LaunchConfig(grid, plan.threads, plan.smem_bytes, stream, plan.overlaps_previous)
+        pointers = tuple(
+            PointerField(field.name, field.offset_bytes, not field.target.startswith("const "))
+            for field in plan.params
+            if field.ctype == "pointer"
+        )
+        self._config = LaunchConfig(grid, plan.threads, plan.smem_bytes, stream, plan.overlaps_previous, pointers)
         self._launch = driver.make_launch(kernel.ordinal, kernel.handle, self._config, block.pointers_address)
 
-    def __call__(self, values: Mapping[str, Number]) -> None:
-        """Write the arguments and launch; DeviceError names op, kernel and arguments when the driver refuses."""
+    def __call__(self, values: Mapping[str, Number], operands: Operands) -> None:
+        """Write the arguments and launch; DeviceError names op, kernel and arguments when the driver refuses.
+
+        `operands` are the tensors that the arguments point into.
+        """
         self._block.write(values)
         try:
-            self._launch()
+            self._launch(operands)
             if self._debug_sync:
                 self._wait()
         except DriverError as error:

@@ -14,7 +14,7 @@ from dsagen.errors import GuardError
 from dsagen.families.topk.guards import PAGE_GUARD, TABLE_GUARD, WINDOW_GUARD
 from dsagen.families.topk.op import CANDIDATE_BLOCK, SIZE_GUARDS, TopkShape, most_lead
 from dsagen.guard import check, require_int
-from dsagen.runtime.driver import Driver
+from dsagen.runtime.driver import Driver, Operands
 from dsagen.runtime.launch import ArgumentBlock, KernelLaunch, Number
 from dsagen.runtime.loader import LoadedKernel
 from dsagen.runtime.tensors import (
@@ -25,6 +25,7 @@ from dsagen.runtime.tensors import (
     require_no_overlap,
     require_plain,
     require_separate_elements,
+    require_served,
     span_bytes,
 )
 from dsagen.spec import DeploymentSpec
@@ -86,8 +87,7 @@ def bind(t: TopkTensors, options: TopkOptions, spec: DeploymentSpec, driver: Dri
     """The arguments of a call but for the outputs' addresses; GuardError for the first thing that does not fit."""
     for name, tensor in t.given():
         require_plain(name, tensor)
-    if driver.ordinal(t.scores.device) is None:
-        raise GuardError(f"[T-03] scores: on {t.scores.device}, expected a CUDA device: move it with scores.to('cuda')")
+    require_served("scores", t.scores, driver)
     for name, tensor in t.given():
         require_device(name, tensor, t.scores.device, "scores")
         require_memory(name, tensor)
@@ -172,13 +172,20 @@ class TopkLauncher:
         self._launches: OrderedDict[tuple[str, int, int, int], KernelLaunch] = OrderedDict()
         self._lock = threading.Lock()
 
-    def launch(self, kernels: Sequence[LoadedKernel], ctas: int, stream: int, values: Mapping[str, Number]) -> None:
-        """Run the kernels one after the other on a stream."""
+    def launch(
+        self,
+        kernels: Sequence[LoadedKernel],
+        ctas: int,
+        stream: int,
+        values: Mapping[str, Number],
+        operands: Operands,
+    ) -> None:
+        """Run the kernels one after the other on a stream; `operands` are the tensors of the call and its plan."""
         # The lock covers the launches too: until then the arguments lie in a launch's own block, and another thread's
         # kernel must not come between two that share a workspace.
         with self._lock:
             for kernel in kernels:
-                self._ready(kernel, ctas, stream)({**values, "row_step": ctas})
+                self._ready(kernel, ctas, stream)({**values, "row_step": ctas}, operands)
 
     def _ready(self, kernel: LoadedKernel, ctas: int, stream: int) -> KernelLaunch:
         key = (kernel.plan.slug, kernel.ordinal, ctas, stream)

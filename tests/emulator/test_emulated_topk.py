@@ -1,4 +1,7 @@
-"""Top-k as nvcc compiles it, on the emulator, held to the torch reference of the op."""
+"""Top-k as nvcc compiles it, on the emulator, with barriers removed.
+
+Its results are held to the reference by test_conformance_emulated.py.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
-import pytest
 import torch
 from decode import Kernel, compile_ptx
 
@@ -23,7 +25,6 @@ POISON = -77
 PAGE = 61
 ROWS, WIDTH, GAP = 4, 9001, 7  # rows that start off 16 B, and one element more than a round number
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-ARCHS = ("sm_90a", "sm_80")
 PARTS = 3
 WORKSPACE = ("histograms", "counters", "lists")
 
@@ -50,14 +51,6 @@ def few_values(generator: torch.Generator) -> torch.Tensor:
 def one_binade(generator: torch.Generator) -> torch.Tensor:
     """More candidates than the buffer holds share their first digit."""
     return 1 + torch.rand(ROWS, WIDTH, generator=generator) / 1024
-
-
-def not_numbers(generator: torch.Generator) -> torch.Tensor:
-    scores = torch.randn(ROWS, WIDTH, generator=generator)
-    scores[:, ::3] = math.nan
-    scores[:, 1::3] = -math.inf
-    scores[:, 5::700] = math.inf
-    return scores
 
 
 @dataclass(frozen=True)
@@ -132,11 +125,3 @@ def _share_rows(k: int, select: Kernel, memory: Memory) -> dict[str, int]:
         for name, size in zip(WORKSPACE, sizes, strict=True)
     }
     return {"parts": PARTS, "part_slots": slots, "list_stride": stride, **addresses}
-
-
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("score", DTYPES)
-@pytest.mark.parametrize("values", [normal, few_values, one_binade, not_numbers])
-@pytest.mark.parametrize("k", [1, 512, 2048])
-def test_selection(values: Callable[[torch.Generator], torch.Tensor], score: str, arch: str, k: int) -> None:
-    assert problem(make_call(values, score, k), kernel(score, arch), seed=k) == ""

@@ -3,6 +3,7 @@
 #include <cstdarg>
 #include <cstdio>
 
+#include "counters.h"
 #include "machine.h"
 
 namespace vm {
@@ -70,10 +71,12 @@ Cta::Cta(const Launch& given, const std::vector<Region>& all, GlobalOrder& order
     w.born = lanes == kLanes ? kFullMask : (1u << lanes) - 1;
     w.local.resize(static_cast<size_t>(given.local_bytes) * kLanes);
   }
+  if (given.meter != nullptr) meter = std::make_shared<Meter>(given);
 }
 
 // Kinds: 0 the value itself, else a special register.
 void Cta::load_specials(Warp& w) {
+  if (meter != nullptr) meter->start(w);
   const Launch& g = *launch;
   for (u32 n = 0; n < g.preload_count; n++) {
     const Preload& p = g.preloads[n];
@@ -154,10 +157,14 @@ void Cta::run_group(Warp& w, u32 limit, u32& budget) {
     if (i.guard != 0) mask &= i.guard > 0 ? w.predicates[i.guard - 1] : ~w.predicates[-i.guard - 1];
     w.now = pc;
     w.next = pc + 1;
+    if (meter != nullptr) meter->before(w, i, mask);
     if (mask != 0) {
       fault_lane = static_cast<u32>(__builtin_ctz(mask));
       functions[i.op](w, i, mask);
+      if (meter != nullptr) meter->after(w);
       if (w.stop) break;
+    } else if (meter != nullptr) {
+      meter->after(w);
     }
     pc = w.next;
   }

@@ -2,6 +2,7 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -72,6 +73,7 @@ struct Launch {
   u64 instruction_limit;
   u64 counters[4];  // out: warp instructions, completed barriers, matrix products, bytes copied asynchronously
   char message[4096];
+  struct MeterTotals* meter;  // of counters.h; null where nothing is measured
 };
 
 enum Schedule : u32 { kInTurn, kRandom, kByPriority };
@@ -93,6 +95,9 @@ struct Random {
   }
   u32 below(u32 n) { return next() % n; }
 };
+
+struct Cta;
+class Meter;
 
 }  // namespace vm
 
@@ -194,6 +199,7 @@ struct Cta {
   u64 executed = 0;
   u32 fault_lane = 0;
   const std::vector<Region>* regions = nullptr;
+  std::shared_ptr<Meter> meter;  // where the launch is measured
 
   Cta(const Launch& launch, const std::vector<Region>& regions, GlobalOrder& global);
   void start(u32 linear);
