@@ -67,6 +67,35 @@ class ElementType:
         value = self._decode_magnitude(magnitude)
         return -value if negative else value
 
+    def encode(self, value: float) -> int:
+        """The code nearest to a number, of two the even one; for types of at most 8 bits.
+
+        Numbers past the largest saturate, infinities too; what rounds to zero keeps its sign. NaN is the code of all
+        ones but the sign. ValueError for a wider type, for NaN where every code is a number, and for a negative number
+        where there is no sign.
+        """
+        if self.bits > 8:
+            raise ValueError(f"{self.name} has {self.bits} bits: encoding searches types of at most 8")
+        codes = range(1 << (self.exponent_bits + self.mantissa_bits))
+        sign = 1 << (self.exponent_bits + self.mantissa_bits)
+        if math.isnan(value):
+            if self.nan_rule is NanRule.NONE:
+                raise ValueError(f"{self.name} has no code for NaN")
+            return codes[-1]
+        negative = math.copysign(1.0, value) < 0
+        if negative and not self.signed:
+            raise ValueError(f"{self.name} has no sign: {value} is negative")
+        size = min(abs(value), self.largest)
+        numbers = [code for code in codes if not math.isnan(self._decode_magnitude(code))]
+        nearest = min(numbers, key=lambda code: (abs(self._decode_magnitude(code) - size), code % 2))
+        return nearest | (sign if negative else 0)
+
+    @property
+    def largest(self) -> float:
+        """The largest number of a type of at most 8 bits."""
+        values = (self._decode_magnitude(code) for code in range(1 << (self.exponent_bits + self.mantissa_bits)))
+        return max(value for value in values if math.isfinite(value))
+
     def _decode_magnitude(self, magnitude: int) -> float:
         exponent, mantissa = divmod(magnitude, 1 << self.mantissa_bits)
         top = (1 << self.exponent_bits) - 1

@@ -92,8 +92,8 @@ LOAD_GUARDS: tuple[Guard, ...] = (
 CALL_RULES: Mapping[str, str] = {
     "T-01": "a tensor is a plain torch.Tensor or Parameter: no subclass, no FakeTensor, nothing else",
     "T-02": "no tensor requires grad: the ops have no backward",
-    "T-03": "q (scores of topk) is on a CUDA device (with device='emulator' on the CPU) and every other tensor on the "
-    "same one, a workspace on its plan's",
+    "T-03": "q (scores of topk, the first tensor of a cache op) is on a CUDA device (with device='emulator' on the "
+    "CPU) and every other tensor on the same one, a workspace on its plan's",
     "T-04": "a tensor has the dtype that the op, or the spec's KV format, gives it",
     "T-05": "a tensor has the op's number of dims",
     "T-06": "dims that the spec or another tensor fixes have that size",
@@ -107,7 +107,9 @@ CALL_RULES: Mapping[str, str] = {
     "T-13": "DSAGEN_CHECK_INDICES, which waits for the device, is not set during CUDA graph capture",
     "T-14": "a tensor's values lie in strided memory as they are: no sparse or nested layout, no freed storage, no "
     "transform of torch around it, no negation that is still to be done",
-    "T-16": "explain of topk takes the width of a row",
     "T-15": "topk takes page_table or candidate_blocks, and page_size, table_of_row and table_starts with page_table",
-    "T-17": "on the emulator a launch has at most DSAGEN_EMULATOR_MOST_CTAS CTAs",
+    "T-16": "explain of topk takes the width of a row",
+    "T-17": "a cache op has the tensors that its format and its other arguments ask for: kpe_cache where rotary dims "
+    "have their own, k_pe where there are any, slots or a block table, slots of both pools or of neither",
+    "T-18": "on the emulator a launch has at most DSAGEN_EMULATOR_MOST_CTAS CTAs",
 }

@@ -24,8 +24,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from dsagen.arch import ARCHS, Arch, arch
 from dsagen.errors import SpecError
 from dsagen.kv_format import KV_FAMILIES, KV_FORMATS, KvFormat, extra_cache_problem, kv_format
+from dsagen.kv_rule import COPY, WRITE_RULES, write_rule
 from dsagen.model import MODELS, ModelPreset, model_preset
-from dsagen.spec_defaults import NO_EXTRA_CACHE, SCORES_OP, complete
+from dsagen.spec_defaults import CACHE_OP, NO_EXTRA_CACHE, READ_BY, SCORES_OP, complete
 from dsagen.spec_problems import (
     MAX_HEADS,
     MAX_ROW_ELEMENTS,
@@ -52,6 +53,7 @@ __all__ = [
     "ExtraKvSpec",
     "InvalidSpecError",
     "KvSpec",
+    "KvWriteSpec",
     "LseSpec",
     "json_schema",
     "known_ops",
@@ -67,6 +69,8 @@ NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
 
 # A format may be written as its family, or as a record id that says the layout or scale too.
 _FORMAT_NAMES: Any = list(dict.fromkeys((*KV_FAMILIES, *KV_FORMATS)))
+
+_RULE_NAMES: Any = [COPY, *WRITE_RULES]
 
 Capacity = Annotated[int, Field(ge=1, le=MAX_TOPK)]
 
@@ -125,6 +129,14 @@ class LseSpec(_Part):
     empty: Literal["+inf", "-inf"] = "+inf"
 
 
+class KvWriteSpec(_Part):
+    """What kv_cache writes by: dtype of the rows, and each cache's rule; `extra_rule` None without a second cache."""
+
+    rows: Literal["bf16", "fp16", "fp32"]
+    rule: str = Field(json_schema_extra={"enum": _RULE_NAMES})
+    extra_rule: str | None = Field(default=None, json_schema_extra={"enum": _RULE_NAMES})
+
+
 class DeploymentSpec(_Part):
     """One deployment, complete. Build it with `load_spec` or from keywords; both raise SpecError with every problem."""
 
@@ -141,6 +153,9 @@ class DeploymentSpec(_Part):
     determinism: Literal["off", "batch_invariant"] = "off"
     scores: Literal["fp32", "bf16"] | None = Field(
         default=None, description="dtype of the scores that topk selects from; None exactly where topk is no op"
+    )
+    kv_write: KvWriteSpec | None = Field(
+        default=None, description="how kv_cache writes rows; None exactly where kv_cache is no op"
     )
 
     def __init__(self, /, **data: Any) -> None:
@@ -183,7 +198,24 @@ class DeploymentSpec(_Part):
             refusal = extra_cache_problem(record, self.extra_kv.record)
             if refusal:
                 raise problem(("extra_kv", "format"), f"{refusal}, or extra_kv: none", self.extra_kv.format)
+        self._check_writes()
         return self
+
+    def _check_writes(self) -> None:
+        write, extra = self.kv_write, self.extra_kv
+        if (write is None) == (CACHE_OP in self.ops):
+            unread = f"nothing reads it: add {CACHE_OP} to ops, or leave it out"
+            raise problem(("kv_write",), "is empty: leave it out" if write is None else unread)
+        if write is None:
+            return
+        if extra is None and write.extra_rule is not None:
+            raise problem(("kv_write", "extra_rule"), "there is no second cache: leave it out", write.extra_rule)
+        rules = [("rule", self.kv, write.rule), *([("extra_rule", extra, write.extra_rule)] if extra else [])]
+        for key, cache, rule in rules:
+            try:
+                write_rule(cache.record, str(rule))
+            except SpecError as error:
+                raise problem(("kv_write", key), str(error), rule) from None
 
     @property
     def model_preset(self) -> ModelPreset:
@@ -223,8 +255,11 @@ class DeploymentSpec(_Part):
         """Plain data that `load_spec` turns back into an equal spec."""
         data = self.model_dump(mode="json")
         data["extra_kv"] = data["extra_kv"] or NO_EXTRA_CACHE
-        if data["scores"] is None:
-            del data["scores"]
+        for key in READ_BY:
+            if data[key] is None:
+                del data[key]
+        if "kv_write" in data and data["kv_write"]["extra_rule"] is None:
+            del data["kv_write"]["extra_rule"]
         return data
 
     def to_yaml(self) -> str:
@@ -238,6 +273,11 @@ class DeploymentSpec(_Part):
     def replace(self, **changes: Any) -> DeploymentSpec:
         """A validated copy with some top-level keys changed."""
         return DeploymentSpec(**{**self.to_mapping(), **changes})
+
+    def only(self, op: str) -> DeploymentSpec:
+        """A copy that declares one op, without what only others read."""
+        kept = {key: value for key, value in self.to_mapping().items() if READ_BY.get(key, op) == op}
+        return DeploymentSpec(**{**kept, "ops": [op]})
 
 
 def load_spec(source: str | os.PathLike[str] | Mapping[str, Any] | DeploymentSpec) -> DeploymentSpec:
@@ -267,7 +307,7 @@ def parse_spec(text: str, label: str = "<spec>") -> DeploymentSpec:
 def json_schema() -> dict[str, Any]:
     """JSON schema of a spec as users write it: what presets fill is optional."""
     schema = DeploymentSpec.model_json_schema()
-    for part in ("KvSpec", "ExtraKvSpec"):
+    for part in ("KvSpec", "ExtraKvSpec", "KvWriteSpec"):
         schema["$defs"][part].pop("required")
     schema["$defs"]["DimsSpec"].pop("required")
     schema["required"] = ["model", "heads", "archs", "ops"]

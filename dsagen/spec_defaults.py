@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from dsagen.errors import SpecError
-from dsagen.kv_format import KV_FAMILIES, KV_FORMATS, KvFormat, resolve_kv_format
+from dsagen.kv_format import KV_FAMILIES, KV_FORMATS, KvFormat, kv_format, resolve_kv_format
+from dsagen.kv_rule import default_rule
 from dsagen.model import MODELS, ModelPreset, model_preset
 from dsagen.spec_problems import MAX_HEADS, problem
 
@@ -17,6 +18,11 @@ NO_EXTRA_CACHE = "none"
 # The op that reads `scores`, and what it reads unless told otherwise.
 SCORES_OP = "topk"
 DEFAULT_SCORES = "fp32"
+# The op that reads `kv_write`, and the rows that it writes unless told otherwise.
+CACHE_OP = "kv_cache"
+DEFAULT_ROWS = "bf16"
+# Keys that are there exactly where one op is.
+READ_BY: Mapping[str, str] = {"scores": SCORES_OP, "kv_write": CACHE_OP}
 
 
 def complete(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -41,7 +47,20 @@ def complete(data: Mapping[str, Any]) -> dict[str, Any]:
     ops = full.get("ops")
     if isinstance(ops, list | tuple) and SCORES_OP in ops:
         full.setdefault("scores", DEFAULT_SCORES)
+    if isinstance(ops, list | tuple) and CACHE_OP in ops:
+        full["kv_write"] = _complete_write(full.get("kv_write", {}), full["kv"], full["extra_kv"])
     return full
+
+
+def _complete_write(value: Any, kv: Any, extra_kv: Any) -> Any:
+    """How rows are written, with a rule for each cache that is there."""
+    if not isinstance(value, Mapping):
+        return value
+    rules = {}
+    for key, cache in (("rule", kv), ("extra_rule", extra_kv)):
+        if isinstance(cache, Mapping) and cache.get("format") in KV_FORMATS:
+            rules[key] = default_rule(kv_format(cache["format"]))
+    return {"rows": DEFAULT_ROWS, **rules, **value}
 
 
 def _preset(data: Mapping[str, Any]) -> ModelPreset:

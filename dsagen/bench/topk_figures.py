@@ -34,7 +34,7 @@ class TopkFigures:
     `gpu_us` is GPU time per call from graph replay over `input_sets` input sets, `spread` its relative p10..p90
     distance; `issue_us` and `wall_us` are CPU and wall time of an eager call. `floor_us` is the time to read the scores
     once, None on a device without measured ceilings. `off_us` is the time of the same shape in mode `off`, None where
-    that was not measured. `slugs` name the kernels that may have run.
+    that was not measured. `slugs` name the kernels that ran.
     """
 
     spec: str

@@ -21,7 +21,6 @@ from dsagen.bench.topk_peers import TOPK_PEERS, TopkCall, TopkPeer
 from dsagen.bench.topk_verify import promise_problem, selection_problem
 from dsagen.check.topk_calls import offered_modes, topk_calls
 from dsagen.errors import CheckFailed
-from dsagen.matrix import expand
 from dsagen.spec import DeploymentSpec
 
 # Small problems keep fewer sets than it takes to leave the cache: the scorer has just written them.
@@ -76,7 +75,7 @@ def sweep_topk(
 
 def measure_topk(kernels: Any, case: TopkBenchCase, inputs: Sequence[TopkBenchInputs]) -> TopkFigures:
     """Time one case. CheckFailed when any of the timed results is wrong."""
-    calls, plan = _our_calls(kernels, case, inputs)
+    calls, slugs = _our_calls(kernels, case, inputs)
     timing, problem = timed_and_verified(case, inputs, calls, paged=True, promised=True)
     if problem:
         raise CheckFailed(f"{kernels.spec.name}: {case}: {problem}")
@@ -87,7 +86,7 @@ def measure_topk(kernels: Any, case: TopkBenchCase, inputs: Sequence[TopkBenchIn
     ceilings = figures_of(properties.name, arch)
     return TopkFigures(
         spec=kernels.spec.name,
-        slugs=_slugs(kernels.spec, arch.name, plan),
+        slugs=slugs,
         device=properties.name,
         arch=arch.name,
         case=case,
@@ -141,27 +140,21 @@ def timed_and_verified(
     return timing, ""
 
 
-def _our_calls(kernels: Any, case: TopkBenchCase, inputs: Sequence[TopkBenchInputs]) -> tuple[list[TopkCall], Any]:
-    """One call for each input set, with outputs of its own, and the plan that they share."""
+def _our_calls(
+    kernels: Any, case: TopkBenchCase, inputs: Sequence[TopkBenchInputs]
+) -> tuple[list[TopkCall], tuple[str, ...]]:
+    """One call for each input set, with outputs of its own, and the names of the kernels that the calls take."""
     run = topk_calls(kernels, case.rows, case.width, case.k, case.mode)
     calls: list[TopkCall] = []
     for item in inputs:
         out = torch.full((case.rows, case.k), -1, dtype=torch.int32, device=item.scores.device)
         options = {"lengths": item.lengths, "page_table": item.page_table, "page_size": case.page_size, "out": out}
         calls.append(functools.partial(run, item.scores, **options))
-    return calls, run.plan
+    return calls, tuple(dict.fromkeys(slug for item in inputs for slug in run.slugs(item.scores)))
 
 
 def _sets_of(case: TopkBenchCase) -> int:
     return input_sets_for(case.read_bytes + case.write_bytes, most=MOST_SETS)
-
-
-def _slugs(spec: DeploymentSpec, arch: str, plan: Any) -> tuple[str, ...]:
-    """Kernels of the op: those that the plan names, else all that the spec has."""
-    named = getattr(plan, "slugs", None)
-    if named is not None:
-        return tuple(named)
-    return tuple(plan.slug for plan in expand(spec, (arch,)).plans() if plan.variant.family == TopkFigures.op)
 
 
 def _off_us(found: TopkFigures, figures: Sequence[TopkFigures]) -> float | None:

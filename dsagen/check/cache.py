@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from enum import StrEnum
-from functools import cache
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from dsagen.dtype import BF16, E2M1, E4M3, FP16, FP32, UE4M3, UE8M0, ElementType
-from dsagen.families.sparse_decode.reference import CacheBytes
+from dsagen.families.kv_cache import reference
+from dsagen.families.kv_cache.reference import encode, power_of_two, write_tokens
 from dsagen.kv_format import KvFormat, ScaleKind
+from dsagen.kv_rule import COPY
 
-_FP8_MAX, _FP4_MAX = 448.0, 6.0
-_MIN_SCALE = 1e-4
-_TORCH_DTYPES = {BF16: torch.bfloat16, FP16: torch.float16, FP32: torch.float32, E4M3: torch.float8_e4m3fn}
-
-Segments = Mapping[str, Tensor]
+__all__ = ["ScaleRule", "allocate_cache", "encode", "natural_rule", "power_of_two", "quantise_rows", "write_tokens"]
 
 
 class ScaleRule(StrEnum):
@@ -39,18 +33,10 @@ def quantise_rows(record: KvFormat, x: Tensor, rule: ScaleRule) -> dict[str, Ten
     Scales are those of FlashMLA's tests (POW2: clamped to at least 1e-4 before rounding up; FP4: amax / 6 in e4m3)
     or of engines that store amax / 448 (RAW). The padding that some records keep behind their scales is not a segment.
     """
-    segments: dict[str, Tensor] = {}
-    values = x.float()
-    if record.scale_groups:
-        grouped = values[:, : record.scaled_dims].reshape(-1, record.scale_groups, record.scale_group_dims)
-        scale = _scales(record, grouped.abs().amax(2), rule)
-        segments["scales"] = encode(record.segment("scales").element, scale)
-        values = torch.cat(((grouped / scale.unsqueeze(2)).flatten(1), values[:, record.scaled_dims :]), 1)
-    for segment in record.data_segments:
-        segments[segment.name] = encode(
-            segment.element, values[:, segment.first_dim : segment.first_dim + segment.count]
-        )
-    return segments
+    rule_id = "pow2_scale_floor" if rule is ScaleRule.POW2 else "normal_floor"
+    if record.scale_kind is ScaleKind.E4M3:
+        rule_id = "e4m3_scale_floor"
+    return reference.quantise_rows(record, x, rule_id if record.scale_groups else COPY)
 
 
 def allocate_cache(
@@ -72,55 +58,3 @@ def allocate_cache(
         dtype: torch.dtype = getattr(torch, tensor.dtypes[0])
         caches[tensor.name] = rows.view(dtype)
     return caches
-
-
-def write_tokens(record: KvFormat, caches: Mapping[str, Tensor], ids: Tensor, segments: Segments) -> None:
-    """Place the segments' bytes [ids, bytes] at int64 `ids` (page * page_size + slot), each of them once."""
-    for segment in record.segments:
-        words, where = CacheBytes.of(caches[segment.tensor]).words(segment, ids)
-        words[where] = segments[segment.name].contiguous().view(words.dtype)
-
-
-def encode(element: ElementType, values: Tensor) -> Tensor:
-    """uint8 [n, bytes] of fp32 values [n, elements]: nearest, ties to even, saturating; scales must be exact."""
-    if element is E2M1:
-        return _encode_fp4(values)
-    if element is UE8M0:
-        return (values.contiguous().view(torch.int32) >> 23).to(torch.uint8)
-    if element in (E4M3, UE4M3):
-        return values.clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn).contiguous().view(torch.uint8)
-    return values.to(_TORCH_DTYPES[element]).contiguous().view(torch.uint8)
-
-
-def power_of_two(exponent: Tensor) -> Tensor:
-    """fp32 2^exponent for whole exponents in -126 .. 127, made of bits since exp2 and pow may round on a device."""
-    return ((exponent.int() + 127) << 23).view(torch.float32)
-
-
-def _scales(record: KvFormat, amax: Tensor, rule: ScaleRule) -> Tensor:
-    if record.scale_kind is ScaleKind.E4M3:
-        return (amax / _FP4_MAX).clamp(2.0**-9, _FP8_MAX).to(torch.float8_e4m3fn).float()
-    scale = amax / _FP8_MAX
-    if rule is ScaleRule.RAW:
-        return scale.clamp_min(torch.finfo(torch.float32).tiny)
-    mantissa, exponent = torch.frexp(scale.clamp_min(_MIN_SCALE))
-    return power_of_two(exponent - (mantissa == 0.5).int())
-
-
-def _encode_fp4(values: Tensor) -> Tensor:
-    """Nearest e2m1 code, ties to the even code; what rounds to zero keeps its sign."""
-    magnitudes, even_wins = _fp4_midpoints()
-    size = values.abs().unsqueeze(-1)
-    above = (size > magnitudes.to(values.device)) | (
-        (size == magnitudes.to(values.device)) & even_wins.to(values.device)
-    )
-    codes = above.sum(-1).to(torch.uint8) | (torch.signbit(values).to(torch.uint8) << 3)
-    return codes[:, 0::2] | (codes[:, 1::2] << 4)
-
-
-@cache
-def _fp4_midpoints() -> tuple[Tensor, Tensor]:
-    """Boundaries between neighbouring magnitudes, and whether a tie goes up."""
-    steps = [E2M1.decode(code) for code in range(8)]
-    middles = torch.tensor([(a + b) / 2 for a, b in pairwise(steps)])
-    return middles, torch.tensor([code % 2 == 1 for code in range(7)])

@@ -9,10 +9,13 @@ import torch
 
 from dsagen.check.cache import allocate_cache, natural_rule, quantise_rows, write_tokens
 from dsagen.check.report import CaseResult
+from dsagen.check.scalar_rule import scalar_group
 from dsagen.errors import DsagenError
+from dsagen.families.kv_cache import reference as kv_cache
 from dsagen.families.sparse_decode.reference import combine_reference, read_tokens, sparse_decode_reference
 from dsagen.families.topk.reference import topk_reference
 from dsagen.kv_format import KvFormat
+from dsagen.kv_rule import write_rule
 from dsagen.matrix import expand
 from dsagen.render import render
 from dsagen.spec import DeploymentSpec
@@ -23,9 +26,12 @@ _PAGE_SIZE, _PAGES = 5, 4
 def host_proofs(spec: DeploymentSpec, seed: int) -> tuple[CaseResult, ...]:
     """Run every proof of the spec's ops; a result's `problem` says what does not hold."""
     proofs: list[tuple[str, Callable[[DeploymentSpec, int], str]]] = [("host.every cell renders", _renders)]
-    if "sparse_decode" in spec.ops:
+    if {"sparse_decode", "kv_cache"} & set(spec.ops):
         proofs.append(("host.bytes follow the format record", _bytes_agree))
+    if "sparse_decode" in spec.ops:
         proofs.append(("host.splits merge to the whole", _splits_merge))
+    if "kv_cache" in spec.ops:
+        proofs.append(("host.rules are their arithmetic", _rules_hold))
     if "topk" in spec.ops:
         proofs.append(("host.selections are those of sorted lists", _selections_sort))
     return tuple(_run(name, proof, spec, seed) for name, proof in proofs)
@@ -51,8 +57,12 @@ def _renders(spec: DeploymentSpec, _: int) -> str:
 
 
 def _bytes_agree(spec: DeploymentSpec, seed: int) -> str:
-    """Tokens read through torch against the record's scalar byte map, dim by dim."""
-    record = spec.kv_format
+    """Tokens read through torch against each record's scalar byte map, dim by dim."""
+    records = dict.fromkeys((spec.kv_format, spec.extra_kv_format or spec.kv_format))
+    return next(filter(None, (_record_disagrees(record, seed) for record in records)), "")
+
+
+def _record_disagrees(record: KvFormat, seed: int) -> str:
     caches, tokens = _small_cache(record, seed)
     rows = read_tokens(record, caches, torch.arange(tokens))
     images = {name: _storage(cache) for name, cache in caches.items()}
@@ -61,7 +71,8 @@ def _bytes_agree(spec: DeploymentSpec, seed: int) -> str:
         for dim in range(0, record.d_qk, 7):
             value = _scalar(record, images, strides, token, dim)
             if value != rows[token, dim].item():
-                return f"token {token}, dim {dim}: {rows[token, dim].item()} read, {value} by the byte map"
+                where = f"{record.format_id}: token {token}, dim {dim}"
+                return f"{where}: {rows[token, dim].item()} read, {value} by the byte map"
     return ""
 
 
@@ -82,6 +93,39 @@ def _splits_merge(spec: DeploymentSpec, seed: int) -> str:
     )
     error = max(float((out - whole.out).abs().max()), float((lse - whole.lse).abs().max()))
     return "" if error < 1e-10 else f"merged splits differ from the whole by {error:.3g}"
+
+
+def _rules_hold(spec: DeploymentSpec, seed: int) -> str:
+    """Each cache's rule in torch against Python's arithmetic, rounded to fp32 after each step, and a search."""
+    assert spec.kv_write is not None
+    caches = [(spec.kv_format, spec.kv_write.rule), (spec.extra_kv_format, str(spec.kv_write.extra_rule))]
+    generator = torch.Generator().manual_seed(seed)
+    for record, rule_id in caches:
+        rule = None if record is None else write_rule(record, rule_id)
+        if record is None or rule is None:
+            continue
+        exponents = torch.randint(-20, 8, (24, 1), generator=generator).float()
+        x = torch.randn(24, record.d_qk, generator=generator).bfloat16() * exponents.exp2()
+        written = kv_cache.quantise_rows(record, x, rule_id)
+        for row in range(0, 24, 3):
+            group = row % record.scale_groups
+            dims = slice(group * record.scale_group_dims, (group + 1) * record.scale_group_dims)
+            want = scalar_group(rule, x[row, dims].tolist())
+            if want != _stored_group(record, written, row, group):
+                return f"{record.format_id}, {rule_id}: row {row}, group {group} is not what the rule says"
+    return ""
+
+
+def _stored_group(record: KvFormat, written: dict[str, torch.Tensor], row: int, group: int) -> tuple[float, list[int]]:
+    """Scale and codes of a group as bytes hold them."""
+    scales, values = record.segment("scales").element, record.segment("values").element
+    size = scales.bits // 8
+    data = bytes(written["scales"][row, group * size : (group + 1) * size].tolist())
+    codes: list[int] = []
+    for byte in written["values"][row].tolist():
+        codes += [byte] if values.bits == 8 else [byte & 15, byte >> 4]
+    first = group * record.scale_group_dims
+    return scales.decode(int.from_bytes(data, "little")), codes[first : first + record.scale_group_dims]
 
 
 def _selections_sort(_: DeploymentSpec, seed: int) -> str:

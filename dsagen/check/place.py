@@ -15,6 +15,9 @@ from dsagen.arch import arch_for_capability
 from dsagen.check.cases import REPEATS as DECODE_REPEATS
 from dsagen.check.cases import DecodeCase
 from dsagen.check.cases import Probe as DecodeProbe
+from dsagen.check.kv_cases import REPEATS as KV_REPEATS
+from dsagen.check.kv_cases import KvCase
+from dsagen.check.kv_cases import Probe as KvProbe
 from dsagen.check.topk_cases import FAR_OUT_ELEMENTS, FAR_ROW_ELEMENTS, TopkCase
 from dsagen.check.topk_cases import REPEATS as TOPK_REPEATS
 from dsagen.check.topk_cases import Probe as TopkProbe
@@ -24,10 +27,11 @@ from dsagen.runtime.api import load
 from dsagen.runtime.emulated import EmulatorOptions
 from dsagen.spec import DeploymentSpec
 
-Case = DecodeCase | TopkCase
+Case = DecodeCase | TopkCase | KvCase
 # Sizes at which a case takes about a minute of two cores. Larger ones are for devices.
 MOST_COLUMN_HEADS = 50_000_000
 MOST_SCORES = 50_000_000
+MOST_ROW_DIMS = 50_000_000
 MOST_TENSOR_BYTES = 1 << 30
 _SCORE_BYTES, _BF16_BYTES = 4, 2
 
@@ -73,7 +77,12 @@ def too_large(spec: DeploymentSpec, case: Case) -> str:
             f"too large for the emulator: {case.rows:,} rows, and a launch of more than {most_rows:,} CTAs is refused "
             f"({knobs.EMULATOR_MOST_CTAS.name})"
         )
-    what, size, limit, tensor_bytes = _topk_size(case) if isinstance(case, TopkCase) else _decode_size(spec, case)
+    if isinstance(case, TopkCase):
+        what, size, limit, tensor_bytes = _topk_size(case)
+    elif isinstance(case, KvCase):
+        what, size, limit, tensor_bytes = _kv_size(spec, case)
+    else:
+        what, size, limit, tensor_bytes = _decode_size(spec, case)
     if size > limit:
         return f"too large for the emulator: {size:,} {what} over all calls, its limit is {limit:,}"
     if tensor_bytes > MOST_TENSOR_BYTES:
@@ -95,3 +104,11 @@ def _topk_size(case: TopkCase) -> tuple[str, int, int, int]:
     row_bytes = _SCORE_BYTES * (FAR_ROW_ELEMENTS if case.far else case.width)
     output_bytes = _SCORE_BYTES * case.rows * (FAR_OUT_ELEMENTS if case.far_out else case.k)
     return "scores", case.rows * case.width * calls, MOST_SCORES, case.rows * row_bytes + output_bytes
+
+
+def _kv_size(spec: DeploymentSpec, case: KvCase) -> tuple[str, int, int, int]:
+    calls = KV_REPEATS if case.probe is KvProbe.REPEATED else 1
+    record = spec.extra_kv_format if case.extra else spec.kv_format
+    assert record is not None, "a case is about a cache that the spec has"
+    pool_bytes = case.pages * (case.page_size * record.record_bytes + case.pad_bytes)
+    return "dims of rows", case.rows * record.d_qk * calls, MOST_ROW_DIMS, pool_bytes

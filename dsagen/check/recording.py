@@ -1,4 +1,4 @@
-"""A report as evidence rows, one for each kernel of the checked spec on the device's arch."""
+"""A report as evidence rows, one for each kernel of the checked spec that its cases launched on the device."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ def record_report(
     driver = load_library().name if report.emulated else driver_version()
     rows = []
     for plan in expand(spec, (arch,)).plans():
-        unit, own = render(plan), report.of_op(plan.variant.family)
+        unit, own = render(plan), report.of_kernel(plan.variant.family, plan.slug)
+        if not own.results:
+            continue
         entry = store.lookup(unit)
         if entry is None:
             raise StoreError(f"{unit.slug}: not in the store, so what compiled it cannot be recorded")

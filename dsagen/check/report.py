@@ -17,7 +17,10 @@ _STYLES: dict[Status, str] = {"passed": "green", "failed": "bold red", "not_run"
 
 @dataclass(frozen=True)
 class CaseResult:
-    """One case. `problem` says what is wrong or why it did not run; errors are 0 where nothing was compared."""
+    """One case. `problem` says what is wrong or why it did not run; errors are 0 where nothing was compared.
+
+    `slugs` name the kernels that it launched, None where every case launches all of the op's.
+    """
 
     name: str
     status: Status
@@ -30,6 +33,11 @@ class CaseResult:
     lse_rel: float = 0.0
     problem: str = ""
     op: str = "sparse_decode"
+    slugs: tuple[str, ...] | None = None
+
+    def concerns(self, slug: str) -> bool:
+        """Whether it says something of a kernel of its op. What failed or did not run before a launch, of all."""
+        return self.slugs is None or slug in self.slugs or (not self.slugs and self.status != "passed")
 
 
 @dataclass(frozen=True)
@@ -49,8 +57,14 @@ class CheckReport:
     arch: str = ""
 
     def of_op(self, op: str) -> CheckReport:
-        """The report with the device cases of one op: what they prove, they prove of its kernels only."""
+        """The report with the device cases of one op."""
         return replace(self, results=tuple(result for result in self.results if result.op == op))
+
+    def of_kernel(self, op: str, slug: str) -> CheckReport:
+        """The report with the device cases that prove something of one kernel of an op; none if no case launched it."""
+        own = [result for result in self.results if result.op == op and result.concerns(slug)]
+        launched = any(result.slugs is None or slug in result.slugs for result in own)
+        return replace(self, results=tuple(own) if launched else ())
 
     def count(self, status: Status) -> int:
         """Device cases with that status."""

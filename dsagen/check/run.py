@@ -20,6 +20,8 @@ from dsagen import knobs
 from dsagen.arch import arch as arch_row
 from dsagen.check.cases import DecodeCase, Probe, Tier, decode_cases
 from dsagen.check.host import host_proofs
+from dsagen.check.kv_cases import Action, KvCase, kv_cases
+from dsagen.check.kv_run import CacheKernels, KvRun
 from dsagen.check.place import Case, cuda_place, emulator_place
 from dsagen.check.probes import CaseRun, NotRunError, WrongResultError
 from dsagen.check.recording import record_report
@@ -37,7 +39,13 @@ from dsagen.runtime.emulated import EmulatorOptions, require_known_device
 from dsagen.spec import DeploymentSpec, load_spec
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | DeploymentSpec
-# What the runtime gives has both ops; a model of one in a test has one.
+# The first case of each op; loading its kernels compiles what is missing.
+_PLAIN_CASES: Mapping[str, Case] = {
+    DecodeCase.op: DecodeCase("", 1, 1, 1, 1, 1),
+    TopkCase.op: TopkCase("", 1, 1, 1),
+    KvCase.op: KvCase("", Action.READ),
+}
+# What the runtime gives has all ops; a model of one in a test has one.
 Load = Callable[..., Any]
 
 
@@ -54,6 +62,8 @@ class KernelCache:
         """The kernels for a case: its capacity, lse convention and determinism, else the spec's own."""
         if isinstance(case, TopkCase):
             return self._for_topk()
+        if isinstance(case, KvCase):
+            return self._for_caches()
         base, empty = case.lse or (self.spec.lse.base, self.spec.lse.empty)
         determinism = "batch_invariant" if case.probe is Probe.BATCH_INVARIANT else self.spec.determinism
         topk = max(self.spec.topk, case.topk)
@@ -67,9 +77,17 @@ class KernelCache:
         """Kernels of top-k alone, with room for the slots of every case."""
         key = (0, TopkCase.op, "")
         if key not in self._loaded:
-            spec = self.spec.replace(ops=[TopkCase.op], extra_kv="none", topk=MOST_SLOTS)
+            spec = self.spec.only(TopkCase.op).replace(extra_kv="none", topk=MOST_SLOTS)
             self._loaded[key] = self.load(spec, device=self.device)
         kernels: TopkKernels = self._loaded[key]
+        return kernels
+
+    def _for_caches(self) -> CacheKernels:
+        """Kernels of the cache ops alone."""
+        key = (0, KvCase.op, "")
+        if key not in self._loaded:
+            self._loaded[key] = self.load(self.spec.only(KvCase.op), device=self.device)
+        kernels: CacheKernels = self._loaded[key]
         return kernels
 
 
@@ -119,7 +137,7 @@ def run_check(
         cases = cases_of(spec, place.arch, tier, only)
         # Loading compiles what is missing; a build error is the caller's, no case's.
         for op in spec.ops:
-            kernels(DecodeCase("", 1, 1, 1, 1, 1) if op == DecodeCase.op else TopkCase("", 1, 1, 1))
+            kernels(_PLAIN_CASES[op])
         results = run_cases(cases, kernels, place.device, seed, console, place.refusal)
         report = CheckReport(spec.name, tier, seed, place.name, "", results, host, place.arch)
         if record and only is None:
@@ -148,28 +166,32 @@ def run_cases(
                 results.append(_not_run(case, why))
                 continue
             advance(case.name)
-            kind = TopkRun if isinstance(case, TopkCase) else CaseRun
-            result, faulted = run_case(kind(case, kernels, device, seed))  # type: ignore[arg-type]
+            kind = _RUNS[case.op]
+            result, faulted = run_case(kind(case, kernels, device, seed))
             results.append(result)
             if faulted:
                 fault = f"the device faulted in {case.name}"
     return tuple(results)
 
 
+_RUNS = {DecodeCase.op: CaseRun, TopkCase.op: TopkRun, KvCase.op: KvRun}
+
+
 def _not_run(case: Case, why: str) -> CaseResult:
     return CaseResult(case.name, "not_run", problem=why, op=case.op)
 
 
-def run_case(run: CaseRun | TopkRun) -> tuple[CaseResult, bool]:
+def run_case(run: CaseRun | TopkRun | KvRun) -> tuple[CaseResult, bool]:
     """(result, whether the device is now unusable)."""
     result, faulted = _run_case(run)
-    return replace(result, op=run.case.op), faulted
+    slugs = tuple(sorted(run.launched)) if isinstance(run, TopkRun) else None
+    return replace(result, op=run.case.op, slugs=slugs), faulted
 
 
-def _run_case(run: CaseRun | TopkRun) -> tuple[CaseResult, bool]:
+def _run_case(run: CaseRun | TopkRun | KvRun) -> tuple[CaseResult, bool]:
     name, start = run.case.name, time.perf_counter()
     try:
-        if isinstance(run, TopkRun):
+        if not isinstance(run, CaseRun):
             run.run()  # there are no errors to report: what is not equal raises
             return CaseResult(name, "passed", time.perf_counter() - start), False
         comparison = run.run()
@@ -207,6 +229,8 @@ def cases_of(spec: DeploymentSpec, arch: str, tier: Tier, only: str | None = Non
     for op in spec.ops:
         if op == TopkCase.op:
             cases += topk_cases(tier, offered_modes(Kernels.topk))
+        elif op == KvCase.op:
+            cases += kv_cases(spec, tier)
         else:
             cases += _decode_cases(spec, main_plan(matrix.plans()), arch, tier)
     if only is None:

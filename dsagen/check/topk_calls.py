@@ -25,18 +25,25 @@ class TopkKernels(Protocol):
     def prepare(self) -> None: ...  # noqa: D102
     @property
     def topk(self) -> Callable[..., Tensor]: ...  # noqa: D102
+    def topk_slugs(self, scores: Tensor, *, k: int, starts: Tensor | None = None) -> tuple[str, ...]: ...  # noqa: D102
 
 
 @dataclass(frozen=True)
 class TopkCalls:
     """Calls of one shape on one stream, with the plan that they share; `plan` is None where the op needs none."""
 
+    kernels: TopkKernels
+    k: int
     run: Callable[..., Tensor]
     plan: Any
 
     def __call__(self, scores: Tensor, **options: Any) -> Tensor:
         """Run the op on the current stream; options are those of `Kernels.topk`."""
         return self.run(scores, **options)
+
+    def slugs(self, scores: Tensor, starts: Tensor | None = None) -> tuple[str, ...]:
+        """The kernels that a call with these tensors takes, in the order of their launches."""
+        return self.kernels.topk_slugs(scores, k=self.k, starts=starts)
 
 
 def offered_modes(topk: Callable[..., Tensor]) -> tuple[str, ...]:
@@ -58,4 +65,4 @@ def topk_calls(kernels: TopkKernels, rows: int, max_cols: int, k: int, mode: str
     def run(scores: Tensor, **others: Any) -> Tensor:
         return kernels.topk(scores, k=k, **options, **others)
 
-    return TopkCalls(run, plan)
+    return TopkCalls(kernels, k, run, plan)

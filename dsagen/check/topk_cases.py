@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import product
@@ -20,6 +20,15 @@ FAR_ROW_ELEMENTS = (1 << 32) + 64
 # An output row that 32-bit byte offsets and signed 32-bit element offsets miss: 9 GB.
 FAR_OUT_ELEMENTS = (1 << 31) + 64
 PEER_ROWS, PEER_SLOTS, PEER_WIDTHS = (1, 32, 2050), (512, 1024, 2048, 3000), (20_000, 300_000)
+# (rows, width) for each way to run a call, in either dtype of scores: blocks that hold a row, of two sizes where the
+# device has both, with more rows than blocks; few long rows, shared by two or by many blocks; many long rows.
+BODIES: Mapping[str, tuple[int, int]] = {
+    "held_small": (900, 4001),
+    "held": (300, 20_001),
+    "shared_by_two": (50, 70_001),
+    "shared": (3, 300_001),
+    "swept": (200, 70_001),
+}
 PAGE_SIZES = (1, 2, 5, 48, 61, 64, 69, 256)
 # (bits above, bits) of the digits that radix selections use: 11 + 11 + 10 bits, and bytes.
 DIGITS = ((0, 11), (11, 11), (22, 10), (0, 8), (8, 8), (16, 8), (24, 8))
@@ -49,6 +58,19 @@ class Scores(StrEnum):
     ALL_POS_INF = "all_pos_inf"
     NEG_INF_TAIL = "neg_inf_tail"
     INFINITIES = "infinities"
+
+
+BODY_SCORES = (
+    Scores.NORMAL,
+    Scores.PLATEAU,
+    Scores.CONSTANT,
+    Scores.TWO_VALUES,
+    Scores.FEW_ABOVE_TIES,
+    Scores.LOW_10_BITS,
+    Scores.LOW_21_BITS,
+    Scores.SOME_NAN,
+    Scores.ANY_BITS,
+)
 
 
 class Windows(StrEnum):
@@ -118,6 +140,7 @@ class TopkCase:
 def topk_cases(tier: Tier, modes: Sequence[str] = (ORDER,)) -> tuple[TopkCase, ...]:
     """The cases of a tier; names begin with `topk.`. Weaker `modes` than order repeat the cases that they can break."""
     cases = (*data_cases(), *digit_cases(), *window_cases(), *layout_cases(), *id_cases(), *probe_cases())
+    cases += tuple(body_cases())
     weaker = tuple(mode for mode in modes if mode != ORDER)
     cases += tuple(mode_cases(weaker))
     return cases if tier == "quick" else (*cases, *peer_cases(), *large_cases())
@@ -129,6 +152,25 @@ def data_cases() -> Iterator[TopkCase]:
     for scores, k, drops in product(plain, (1, 512, 2048), (False, True)):
         name = f"{PREFIX}.data.{scores}.k{k}{'.drop' if drops else ''}"
         yield TopkCase(name, 5, 40_000, k, scores, drop_neg_inf=drops, misaligned=1)
+
+
+def body_cases() -> Iterator[TopkCase]:
+    """For each way to run a call: lists that suffice and that overflow, windows, transforms, repeats, graphs."""
+    for body, (rows, width) in BODIES.items():
+        name = f"{PREFIX}.body.{body}"
+        for scores in BODY_SCORES:
+            yield TopkCase(f"{name}.{scores}", rows, width, 2048, scores, misaligned=3)
+        for scores in (Scores.NEG_INF_TAIL, Scores.INFINITIES, Scores.ALL_NEG_INF):
+            yield TopkCase(f"{name}.{scores}.drop", rows, width, 2048, scores, drop_neg_inf=True)
+        for scores in (Scores.NORMAL, Scores.CONSTANT, Scores.LOW_21_BITS):
+            # Windows that are taken whole, and parts of them that are empty or have no more than k scores.
+            yield TopkCase(f"{name}.{scores}.windows", rows, width, 2048, scores, Windows.BOTH, Ids.PAGED, 61)
+        yield TopkCase(f"{name}.short", rows, width, 2048, windows=Windows.SHORT, misaligned=1)
+        yield TopkCase(f"{name}.one", rows, width, 1, Scores.TWO_VALUES, gap=0)
+        yield TopkCase(f"{name}.most_slots", rows, width, MOST_SLOTS, Scores.PLATEAU, Windows.LENGTHS)
+        for scores in (Scores.NORMAL, Scores.CONSTANT):
+            yield TopkCase(f"{name}.{scores}.repeated", rows, width, 2048, scores, probe=Probe.REPEATED)
+        yield TopkCase(f"{name}.graph", rows, width, 2048, windows=Windows.LENGTHS, probe=Probe.GRAPH)
 
 
 def digit_cases() -> Iterator[TopkCase]:
@@ -201,6 +243,7 @@ def mode_cases(modes: Sequence[str]) -> Iterator[TopkCase]:
             *(case for case in layout_cases() if case.extras),
             *(case for case in id_cases() if case.page_size in (61, 64) and case.extras),
             *(case for case in probe_cases() if case.probe is not Probe.ALONE),
+            *(case for case in body_cases() if case.windows is not Windows.SHORT),
         ]
         for case in chosen:
             # Without a promised set two runs may differ among equals.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -80,7 +80,7 @@ def cuda_capture(call: Run, device: torch.device) -> Run:
 class TopkRun:
     """One case on one device. `kernels` loads the kernels that the case needs; `seed` decides every draw.
 
-    `capture` makes of a call what replays it.
+    `capture` makes of a call what replays it. `launched` gets the names of the kernels that the case has launched.
     """
 
     case: TopkCase
@@ -88,6 +88,7 @@ class TopkRun:
     device: torch.device
     seed: int
     capture: Callable[[Run, torch.device], Run] = cuda_capture
+    launched: set[str] = field(default_factory=set)
 
     def run(self) -> None:
         """Run and compare. WrongResultError for a wrong result, NotRunError for want of a device."""
@@ -122,6 +123,7 @@ class TopkRun:
         out = outputs.out[:, :k]
         wanted = {"raw": None if outputs.raw is None else outputs.raw[:, :k], "counts": outputs.counts}
         extras = {name: tensor for name, tensor in wanted.items() if tensor is not None}
+        self.launched.update(calls.slugs(inputs.scores, inputs.windows.get("starts")))
         found = calls(
             inputs.scores,
             drop_neg_inf=self.case.drop_neg_inf,

@@ -46,9 +46,9 @@ def explain(
         if as_json:
             raise SpecError("explain --batch prints text only: leave out --json, or leave out --batch for the plans")
         selection.matrix.require_complete()
-        echo_lines(
-            _decode_lines(selection, batch, s_q, topk, sms) + _topk_lines(selection, batch * s_q, topk, width, sms)
-        )
+        rows = batch * s_q
+        lines = _decode_lines(selection, batch, s_q, topk, sms) + _topk_lines(selection, rows, topk, width, sms)
+        echo_lines(lines + _cache_lines(selection, rows))
         return
     if as_json:
         echo_json(_selection_json(selection))
@@ -97,6 +97,18 @@ def _topk_lines(selection: Selection, rows: int, topk: int | None, width: int | 
     return lines
 
 
+def _cache_lines(selection: Selection, rows: int) -> list[str]:
+    """What calls of the cache ops take on each arch; none where the spec has no such op."""
+    from dsagen.arch import arch
+    from dsagen.families.kv_cache.op import RowsShape, explain_call
+
+    lines: list[str] = []
+    for name in _archs_of(selection, "kv_cache"):
+        plans = [p for p in selection.matrix.plans() if (p.variant.family, p.variant.arch) == ("kv_cache", name)]
+        lines += [f"{selection.spec.name} on {name}", explain_call(plans, RowsShape(rows), arch(name))]
+    return lines
+
+
 def _archs_of(selection: Selection, op: str) -> list[str]:
     return list(dict.fromkeys(cell.arch for cell in selection.matrix.cells if cell.op == op))
 
@@ -125,10 +137,10 @@ def _main_plans(selection: Selection, family: str, arch: str) -> list[KernelPlan
 
 
 def _launch_guards(plan: KernelPlan) -> Sequence[Guard]:
-    """What the family checks at launch; stated for its main kernel."""
+    """What the family checks at launch; stated for each kernel that a call names, so not for a combine."""
     from dsagen.family import families
 
-    if plan.variant.kernel != "main":
+    if plan.variant.kernel == "combine":
         return ()
     return [guard for guard in families()[plan.variant.family].guards if guard.when == "launch"]
 

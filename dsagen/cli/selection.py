@@ -120,4 +120,7 @@ def describe_spec(spec: DeploymentSpec) -> str:
     extra = f" + {spec.extra_kv.format_id} (topk {spec.extra_kv.topk})" if spec.extra_kv is not None else ""
     mode = "" if spec.determinism == "off" else f", {spec.determinism.replace('_', '-')}"
     scores = f", {spec.scores} scores" if spec.scores is not None else ""
-    return f"{spec.model}, {spec.heads} heads, KV {spec.kv.format_id} (topk {spec.topk}){extra}{mode}{scores}"
+    write = spec.kv_write
+    rules = "" if write is None else " and ".join(filter(None, (write.rule, write.extra_rule)))
+    writes = "" if write is None else f", {write.rows} rows by {rules}"
+    return f"{spec.model}, {spec.heads} heads, KV {spec.kv.format_id} (topk {spec.topk}){extra}{mode}{scores}{writes}"

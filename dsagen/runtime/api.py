@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn, SupportsIndex
 
@@ -23,10 +22,13 @@ from dsagen.guard import require_bool, require_int
 from dsagen.log import configure_library_logging
 from dsagen.matrix import expand
 from dsagen.plan import KernelPlan
-from dsagen.runtime.driver import CudaDriver, DeviceFacts, Driver
+from dsagen.runtime.cache_ops import CacheOps
+from dsagen.runtime.device_kernels import DeviceKernels
+from dsagen.runtime.driver import CudaDriver, Driver
 from dsagen.runtime.emulated import DEVICE as EMULATOR
 from dsagen.runtime.emulated import EmulatorDriver, EmulatorOptions, emulated_arch, read_ptx, require_known_device
-from dsagen.runtime.launch import Number
+from dsagen.runtime.kv_cache import OP as CACHE_OP
+from dsagen.runtime.launch import Number, ReadyLaunches
 from dsagen.runtime.loader import Loader, ReadCode, device_arch, read_cubins
 from dsagen.runtime.plan_cache import PlanCache, PlanKey
 from dsagen.runtime.sparse_decode import (
@@ -41,7 +43,6 @@ from dsagen.runtime.sparse_decode import (
 )
 from dsagen.runtime.topk import OP as TOPK_OP
 from dsagen.runtime.topk import (
-    TopkLauncher,
     TopkOptions,
     TopkTensors,
     bind,
@@ -91,32 +92,7 @@ def load(
     return Kernels(loaded, device=device, archs=archs)
 
 
-@dataclass(frozen=True)
-class DeviceKernels:
-    """What a deployment runs on one device: plans by op and role, each in order of preference."""
-
-    ordinal: int
-    facts: DeviceFacts
-    arch: str
-    by_role: Mapping[tuple[str, str], tuple[KernelPlan, ...]]
-
-    @property
-    def plans(self) -> tuple[KernelPlan, ...]:
-        """All of them."""
-        return tuple(plan for plans in self.by_role.values() for plan in plans)
-
-    @property
-    def mains(self) -> tuple[KernelPlan, ...]:
-        """The main kernels of sparse decode."""
-        return self.by_role[OP, "main"]
-
-    @property
-    def combine(self) -> KernelPlan:
-        """The combine of sparse decode."""
-        return self.by_role[OP, "combine"][0]
-
-
-class Kernels:
+class Kernels(CacheOps):
     """Kernels of one deployment, made by `dsagen.load`. Safe to use from several threads.
 
     `open_driver` and `read` are what a test replaces: the driver, and where cubins come from.
@@ -140,7 +116,7 @@ class Kernels:
         self._driver = open_driver()
         self._loader = Loader(self._driver, read)
         self._binder = DecodeBinder(spec, self._driver)
-        self._topk_launcher = TopkLauncher(self._driver, self._debug_sync)
+        self._launches = ReadyLaunches(self._driver, self._debug_sync)
         self._devices: dict[int, DeviceKernels] = {}
         self._plans = PlanCache()
         # Shared by calls without a plan. Each holds a few MB at most, and a serving process has a handful of shapes.
@@ -190,12 +166,16 @@ class Kernels:
     ) -> str:
         """Which kernel a call of that shape takes and why: guards of each candidate, partition, workspace.
 
-        A call of topk has batch x s_q rows of `width` scores and `topk` slots in each; it has no splits.
+        A call of topk has batch x s_q rows of `width` scores and `topk` slots in each, one of kv_cache batch x s_q
+        rows; they have no splits.
         """
         self._require_op(op)
         kernels = self._on(self._ordinal(device))
         facts, arch = kernels.facts, kernels.arch
         head = f"{op}: {self.spec.name} on device {kernels.ordinal} ({facts.name}, {arch}, {facts.sm_count} SMs)"
+        if op == CACHE_OP:
+            rows = require_int("batch", batch) * require_int("s_q", s_q)
+            return f"{head}\n{self._explain_rows(kernels.ordinal, rows)}"
         if op == TOPK_OP:
             capacity = self.spec.selected_topk
             slots = capacity if topk is None else require_int("topk", topk)
@@ -374,9 +354,20 @@ class Kernels:
                 given = plan.arguments()
             loaded = [self._loader.load(kernel, ordinal) for kernel in chosen.plans]
             values = {**arguments, **output_arguments(tensors, result), **given}
+            values |= {"row_step": chosen.ctas}
             operands = (*tensors, result, None if plan is None else plan.workspace)
-            self._topk_launcher.launch(loaded, chosen.ctas, stream, values, operands)
+            self._launches.launch(TOPK_OP, loaded, chosen.ctas, stream, values, operands)
         return result
+
+    def topk_slugs(self, scores: torch.Tensor, *, k: int, starts: torch.Tensor | None = None) -> tuple[str, ...]:
+        """Names of the kernels that topk takes for these tensors, in the order of their launches; none without rows."""
+        self._require_op(TOPK_OP)
+        tensors = TopkTensors(scores, starts=starts)
+        bind(tensors, TopkOptions(require_int("k", k), 1, drop_neg_inf=False), self.spec, self._driver)
+        ordinal = self._driver.ordinal(scores.device)
+        assert ordinal is not None
+        chosen = self._choose_topk(ordinal, shape_of(tensors, k, self.spec))
+        return tuple(plan.slug for plan in chosen.plans) if scores.shape[0] else ()
 
     def topk_workspace_bytes(self, rows: int, width: int, k: int, *, device: Device | None = None) -> int:
         """Bytes of the workspace that a plan of that shape needs; 0 where no row is shared. Allocates nothing."""

@@ -62,11 +62,15 @@ class KernelAttributes:
 
 @dataclass(frozen=True)
 class PointerField:
-    """A member of the argument block that is an address; `writable` unless it points to const."""
+    """A member of the argument block that is an address; `writable` unless it points to const.
+
+    `kept`: what launches before have left there is read.
+    """
 
     name: str
     offset_bytes: int
     writable: bool
+    kept: bool = False
 
 
 @dataclass(frozen=True)

@@ -185,7 +185,7 @@ class EmulatorDriver:
         def run(operands: Operands) -> None:
             if config.grid > self._most_ctas:
                 raise EmulatorLimitError(
-                    f"[T-17] grid: {kernel.symbol} would run {config.grid} CTAs, the emulator's limit is "
+                    f"[T-18] grid: {kernel.symbol} would run {config.grid} CTAs, the emulator's limit is "
                     f"{self._most_ctas}: pass a smaller batch, or raise {knobs.EMULATOR_MOST_CTAS.name} and wait longer"
                 )
             address = ctypes.c_void_p.from_address(params).value
@@ -247,7 +247,8 @@ def bind_memory(
     """Register the operands that the block's pointers lead into, and put the emulator's addresses in their place.
 
     A kernel may touch an operand from its first to its last element, and write it where a pointer that is not const
-    leads into it. Memory of the host ranges `hidden` is out of reach until the kernel has waited for the grid before.
+    leads into it; unless that pointer's memory is kept, it may read there only what it has written. Memory of the host
+    ranges `hidden` is out of reach until the kernel has waited for the grid before.
     Also returns the host ranges that the kernel may write.
     """
     spans = [(tensor.data_ptr(), span_bytes(tensor), tensor) for tensor in operands if tensor is not None]
@@ -273,6 +274,7 @@ def bind_memory(
             _bytes_of(owners[first, size], size),
             writable=writable,
             address=free + first % _ALIGNMENT_BYTES,
+            initialised=not writable or any(pointer.kept for pointer, _ in fields),
             after_wait=any(host.start < other.stop and other.start < host.stop for other in hidden),
         )
         free = (base + size + 2 * _GAP_BYTES - 1) // _GAP_BYTES * _GAP_BYTES

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable, Mapping
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -14,6 +16,9 @@ from dsagen.runtime.driver import Driver, DriverError, LaunchConfig, Operands, P
 from dsagen.runtime.loader import LoadedKernel
 
 _CODES = {"u8": "B", "u16": "H", "u32": "I", "i32": "i", "f32": "f", "u64": "Q", "i64": "q", "pointer": "Q"}
+
+# Launches kept ready; a serving process has a handful of batch sizes.
+_MAX_LAUNCHES = 64
 
 Number = int | float
 
@@ -65,7 +70,7 @@ class KernelLaunch:
         self._driver, self._op, self._kernel = driver, op, kernel
         self._block, self._debug_sync = block, debug_sync
         pointers = tuple(
-            PointerField(field.name, field.offset_bytes, not field.target.startswith("const "))
+            PointerField(field.name, field.offset_bytes, not field.target.startswith("const "), field.kept)
             for field in plan.params
             if field.ctype == "pointer"
         )
@@ -101,6 +106,46 @@ class KernelLaunch:
             f"{self._op}: {self._kernel.plan.slug} failed on device {self._kernel.ordinal}: {error} "
             f"({self._config}; {arguments}){hint}"
         )
+
+
+class ReadyLaunches:
+    """Launches without a plan, kept ready per kernel, device, grid and stream. Safe to use from several threads."""
+
+    def __init__(self, driver: Driver, debug_sync: bool) -> None:
+        self._driver, self._debug_sync = driver, debug_sync
+        self._launches: OrderedDict[tuple[str, int, int, int], KernelLaunch] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._launches)
+
+    def launch(
+        self,
+        op: str,
+        kernels: Sequence[LoadedKernel],
+        grid: int,
+        stream: int,
+        values: Mapping[str, Number],
+        operands: Operands,
+    ) -> None:
+        """Run an op's kernels one after the other on a stream; `operands` are the tensors of the call and its plan."""
+        # The lock covers the launches too: until then the arguments lie in a launch's own block, and another thread's
+        # kernel must not come between two that share a workspace.
+        with self._lock:
+            for kernel in kernels:
+                self._ready(op, kernel, grid, stream)(values, operands)
+
+    def _ready(self, op: str, kernel: LoadedKernel, grid: int, stream: int) -> KernelLaunch:
+        key = (kernel.plan.slug, kernel.ordinal, grid, stream)
+        launch = self._launches.get(key)
+        if launch is None:
+            block = ArgumentBlock(kernel.plan)
+            launch = KernelLaunch(self._driver, op, kernel, grid, stream, block, self._debug_sync)
+            self._launches[key] = launch
+            if len(self._launches) > _MAX_LAUNCHES:
+                self._launches.popitem(last=False)
+        self._launches.move_to_end(key)
+        return launch
 
 
 def _format(params: tuple[ParamField, ...], params_bytes: int) -> str:

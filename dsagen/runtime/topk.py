@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,9 +11,8 @@ from dsagen.errors import GuardError
 from dsagen.families.topk.guards import PAGE_GUARD, TABLE_GUARD, WINDOW_GUARD
 from dsagen.families.topk.op import CANDIDATE_BLOCK, SIZE_GUARDS, TopkShape, most_lead
 from dsagen.guard import check, require_int
-from dsagen.runtime.driver import Driver, Operands
-from dsagen.runtime.launch import ArgumentBlock, KernelLaunch, Number
-from dsagen.runtime.loader import LoadedKernel
+from dsagen.runtime.driver import Driver
+from dsagen.runtime.launch import Number
 from dsagen.runtime.tensors import (
     TensorRule,
     require,
@@ -34,8 +30,6 @@ OP = "topk"
 _OUTPUTS = frozenset({"out", "raw", "counts"})
 _PER_ROW = ("lengths", "starts", "offsets", "table_of_row", "table_starts")
 _TORCH_SCORES = {"fp32": "float32", "bf16": "bfloat16"}
-# Launches kept ready; a serving process has a handful of batch sizes.
-_MAX_LAUNCHES = 64
 
 
 class TopkTensors(NamedTuple):
@@ -162,42 +156,6 @@ def check_windows(t: TopkTensors) -> None:
         row = int(bad.nonzero()[0])
         values = {"start": int(starts[row]), "length": int(lengths[row]), "width": int(width)}
         check([WINDOW_GUARD], values, row=row, count=int(bad.sum()))
-
-
-class TopkLauncher:
-    """Launches of the op, kept ready per kernel, device, grid and stream. Safe to use from several threads."""
-
-    def __init__(self, driver: Driver, debug_sync: bool) -> None:
-        self._driver, self._debug_sync = driver, debug_sync
-        self._launches: OrderedDict[tuple[str, int, int, int], KernelLaunch] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def launch(
-        self,
-        kernels: Sequence[LoadedKernel],
-        ctas: int,
-        stream: int,
-        values: Mapping[str, Number],
-        operands: Operands,
-    ) -> None:
-        """Run the kernels one after the other on a stream; `operands` are the tensors of the call and its plan."""
-        # The lock covers the launches too: until then the arguments lie in a launch's own block, and another thread's
-        # kernel must not come between two that share a workspace.
-        with self._lock:
-            for kernel in kernels:
-                self._ready(kernel, ctas, stream)({**values, "row_step": ctas}, operands)
-
-    def _ready(self, kernel: LoadedKernel, ctas: int, stream: int) -> KernelLaunch:
-        key = (kernel.plan.slug, kernel.ordinal, ctas, stream)
-        launch = self._launches.get(key)
-        if launch is None:
-            block = ArgumentBlock(kernel.plan)
-            launch = KernelLaunch(self._driver, OP, kernel, ctas, stream, block, self._debug_sync)
-            self._launches[key] = launch
-            if len(self._launches) > _MAX_LAUNCHES:
-                self._launches.popitem(last=False)
-        self._launches.move_to_end(key)
-        return launch
 
 
 def _require_rest(t: TopkTensors, rows: int, k: int) -> None:

@@ -6,6 +6,7 @@
 // and after.
 #pragma once
 #include "prims/ptx/atomic.cuh"
+#include "prims/ptx/block.cuh"
 #include "prims/ptx/convert.cuh"
 #include "prims/ptx/memory.cuh"
 #include "prims/ptx/thread.cuh"
@@ -69,7 +70,7 @@ struct ElementList {
       ptx::store_shared_4(keys + 4 * i, key);
       if (counts && t.covers(key)) digits.count(t.digit(key, bits));
     }
-    ptx::barrier_sync(0, kThreads);
+    ptx::block_sync();
     after_row();
     while (counts) {
       t = digits.next(t, bits);
@@ -78,12 +79,15 @@ struct ElementList {
       if (!counts) break;
       for (u32 i = thread; i < count; i += kThreads)
         if (t.covers(key(i))) digits.count(t.digit(key(i), bits));
-      ptx::barrier_sync(0, kThreads);
+      ptx::block_sync();
     }
     const Bounds bounds(t, row.floor);
     const Selected selected{bounds, bounds.tie_size != 0 ? first_index_key(count, t, bounds) : 0};
     // A row that is taken whole keeps its order.
-    return output.ordered || row.length() <= k ? write_in_order(count, selected, row.length(), output) : write(count, selected, output);
+    const bool in_order = output.ordered || row.length() <= k;
+    const u32 written = in_order ? gather_in_order(count, selected, row.length()) : gather(count, selected);
+    put_all(written, output);
+    return written;
   }
 
  private:
@@ -105,15 +109,14 @@ struct ElementList {
       const int bits = least(order.shift, kDigitBits);
       for (u32 i = thread; i < count; i += kThreads)
         if (bounds.tied(key(i)) && order.covers(~index(i))) digits.count(order.digit(~index(i), bits));
-      ptx::barrier_sync(0, kThreads);
+      ptx::block_sync();
       order = digits.next(order, bits);
     }
     return order.first();
   }
 
-  // In the order of the list. A thread's elements get slots in a row.
-  template <class Output>
-  DSA_DEVICE u32 write(u32 count, const Selected& selected, const Output& output) const {
+  // Selected indices to where the keys were, in the order of the list, a thread's in a row; returns how many.
+  DSA_DEVICE u32 gather(u32 count, const Selected& selected) const {
     static_assert(kRoom <= 32 * kThreads, "a bit for each of a thread's elements");
     u32 mine = 0, total, bit = 1;
     for (u32 i = thread; i < count; i += kThreads, bit <<= 1)
@@ -121,14 +124,11 @@ struct ElementList {
     u32 slot = tile::block_exclusive_sum<kThreads>(ptx::count_ones(mine), ptx::shared_address(&shared.warp_sums[1][0]), total);
     for (u32 i = thread; mine != 0; i += kThreads, mine >>= 1)
       if ((mine & 1) != 0) ptx::store_shared_4(keys + 4 * slot++, index(i));
-    put_all(total, output);
     return total;
   }
 
-  // A bit for each selected index of a window, window by window; the bits' indices go in order to where the keys were, and
-  // from there to the row's slots.
-  template <class Output>
-  DSA_DEVICE u32 write_in_order(u32 count, const Selected& selected, u32 length, const Output& output) const {
+  // The same in the order of the indices: a bit for each selected one of a window, window by window.
+  DSA_DEVICE u32 gather_in_order(u32 count, const Selected& selected, u32 length) const {
     u32 written = 0;
 #pragma unroll 1
     for (u32 window = 0; window < length; window += kWindow) {
@@ -140,17 +140,16 @@ struct ElementList {
         }
         if (at - window < kWindow) ptx::shared_or(bitmap + (at - window) / 32 * 4, 1u << at % 32);
       }
-      ptx::barrier_sync(0, kThreads);
+      ptx::block_sync();
       written += put_in_order(window, written);
     }
-    put_all(written, output);
     return written;
   }
 
   // The indices that lie where the keys were, to the row's slots; two at a time, so that their table entries come together.
   template <class Output>
   DSA_DEVICE void put_all(u32 count, const Output& output) const {
-    ptx::barrier_sync(0, kThreads);
+    ptx::block_sync();
     for (u32 slot = thread; slot < count; slot += 2 * kThreads) {
       const bool two = slot + kThreads < count;
       const u32 first = key(slot), second = two ? key(slot + kThreads) : first;

@@ -24,8 +24,9 @@ struct RowCopy {
   template <class Row>
   static DSA_DEVICE void start(const Row& row, u32 words, u32 landed) {
     const u32 thread = static_cast<u32>(ptx::thread_index()), vectors = row.vectors(), last = vectors - 1;
-    if (thread == 0 && !row.whole(0)) row.store(0, words);
-    if (last != 0 && thread == last % C::kThreads && !row.whole(last)) row.store(last, words);
+    // The ends, where elements lie outside of the window, are stored by a thread each; the first issues the copies, too.
+    const u32 side = thread == 0 ? 0 : last;
+    if (thread < 2 && (thread == 0 || last != 0) && !row.whole(side)) row.store(side, words);
     if (thread != 0) return;
     ptx::fence_proxy_async();  // what was read and stored there
     const u32 begin = row.whole(0) ? 0 : 1, end = row.whole(last) ? vectors : last;

@@ -5,6 +5,7 @@
 //
 // A block takes every `row_step`-th row.
 #pragma once
+#include "prims/ptx/block.cuh"
 #include "prims/ptx/memory.cuh"
 #include "prims/ptx/thread.cuh"
 #include "topk/output.cuh"
@@ -66,22 +67,24 @@ struct RowResident {
       if (!scores.taken_unread(k)) Copy::start(scores, words, landed);
     };
     Copy::init(landed);
-    ptx::barrier_sync(0, kThreads);
     u32 parity = 0;
-    if (ptx::block_index() < rows) copy(ptx::block_index());
+    bool is_copied = false;  // whether the row's copy was started beside the row before
 #pragma unroll 1
     for (u32 row = ptx::block_index(); row < rows; row += step) {
+      ptx::block_sync();
+      if (!is_copied) copy(row);
+      is_copied = false;
       const Row scores(p, row);
       const RowOutput<Params> output(p, row);
-      const bool has_next = rows - row > step;
       u32 count = scores.length();
       if (scores.taken_unread(k)) {
-        if (has_next) copy(row + step);
         for (u32 i = thread; i < count; i += kThreads) output.put(i, i);
       } else {
         const SharedRow<Score, Copy, kBatches> held(scores, words, landed, parity);
         count = select_row<C>(held, k, output, shared, [&] {
-          if (has_next) copy(row + step);
+          if (rows - row <= step) return;
+          copy(row + step);
+          is_copied = true;
         });
         parity ^= 1;
       }

@@ -11,6 +11,7 @@
 //
 // Barrier 0, all threads, after each phase; those of the selection are in element_list.cuh.
 #pragma once
+#include "prims/ptx/block.cuh"
 #include "prims/ptx/thread.cuh"
 #include "topk/element_list.cuh"
 #include "topk/output.cuh"
@@ -20,7 +21,7 @@
 namespace topk {
 
 // Writes the selected elements of `row`, which has more than k scores or may drop some, and returns how many there are.
-// `after_row` is called once the block does not read the row any more.
+// `after_row` is called as soon as the block does not read the row any more, if that is long before the end.
 template <class C, class Row, class S, class Output, class After>
 DSA_DEVICE u32 select_row(const Row& row, u32 k, const Output& output, S& shared, After after_row) {
   constexpr int kThreads = C::kThreads;
@@ -31,20 +32,17 @@ DSA_DEVICE u32 select_row(const Row& row, u32 k, const Output& output, S& shared
   const Sweeps sweeps{row, digits};
   list.clear();
   digits.clear();
-  ptx::barrier_sync(0, kThreads);
+  ptx::block_sync();
   // With room for all, everything from the floor on is selected.
   const Threshold t = row.length() <= k ? Threshold{0, 0, k, row.length()} : sweeps.find_threshold(k, List::kRoom);
   const Bounds bounds(t, row.floor);
-  if (Sweeps::has_room(t, k, List::kRoom)) {
+  if (Sweeps::can_list(t, k, row.floor, List::kRoom)) {
     sweeps.collect(bounds, list);
-    ptx::barrier_sync(0, kThreads);
+    ptx::block_sync();
     return list.select(t, k, row, output, after_row);
   }
   const u32 sums = ptx::shared_address(&shared.warp_sums[0][0]);
-  const u32 count = sweeps.emit(bounds, t.ties, k, sums, [&](u32 slot, u32 n, u32 e) { output.put(slot, row.index(n, e)); });
-  ptx::barrier_sync(0, kThreads);
-  after_row();
-  return count;
+  return sweeps.emit(bounds, t.ties, k, sums, [&](u32 slot, u32 n, u32 e) { output.put(slot, row.index(n, e)); });
 }
 
 }  // namespace topk

@@ -12,6 +12,7 @@
 // Barrier 0, all threads: the histogram is read; the part is listed; the place in the row's list is known; the part is
 // written (then one thread tells the others whether theirs was the last); a list is read.
 #pragma once
+#include "prims/ptx/block.cuh"
 #include "prims/ptx/global_atomic.cuh"
 #include "prims/ptx/memory.cuh"
 #include "prims/ptx/thread.cuh"
@@ -101,12 +102,12 @@ struct SplitCount {
     const Row part = scores.part_of(ptx::block_index() % parts, parts);
     const typename RowSweeps<C, Row>::Digits digits(shared);
     digits.clear();
-    ptx::barrier_sync(0, kThreads);
+    ptx::block_sync();
     RowSweeps<C, Row>{part, digits}.count_first();
-    ptx::barrier_sync(0, kThreads);
+    ptx::block_sync();
     u32* histogram = p.histograms + static_cast<i64>(row) * kBins;
     for (int bin = ptx::thread_index(); bin < kBins; bin += kThreads) {
-      const u32 count = ptx::load_shared_4(digits.histogram + 4 * bin);
+      const u32 count = digits.counted(static_cast<u32>(bin), RowSweeps<C, Row>::kRotated);
       if (count != 0) ptx::global_add(histogram + bin, count);
     }
   }
@@ -151,12 +152,14 @@ struct SplitSelect {
     const typename Sweeps::Digits digits(shared);
     const List list(shared, digits);
     list.clear();
+    digits.clear();
+    ptx::block_sync();
     for (int bin = static_cast<int>(thread); bin < kBins; bin += kThreads) ptx::store_shared_4(digits.histogram + 4 * bin, histogram[bin]);
-    ptx::barrier_sync(0, kThreads);
+    ptx::block_sync();
     // With room for all, everything from the floor on is selected.
     const u32 length = scores.length();
-    const Threshold t = length <= k ? Threshold{0, 0, k, length} : digits.next({0, kKeyBits, k, length}, kDigitBits, Sweeps::kRotated);
-    const bool room = Sweeps::has_room(t, k, List::kRoom);
+    const Threshold t = length <= k ? Threshold{0, 0, k, length} : digits.next({0, kKeyBits, k, length}, kDigitBits);
+    const bool room = Sweeps::can_list(t, k, scores.floor, List::kRoom);
     const Row own = scores.part_of(part, parts);
     room ? list_part(own, t, digits, list) : select_part(own);
     if (!is_last()) return;
@@ -168,10 +171,10 @@ struct SplitSelect {
 
   DSA_DEVICE void list_part(const Row& own, const Threshold& t, const typename Sweeps::Digits& digits, const List& list) const {
     Sweeps{own, digits}.collect(Bounds(t, scores.floor), list);
-    ptx::barrier_sync(0, kThreads);
+    ptx::block_sync();
     const u32 count = list.size();
     if (thread == 0) list.set_note(0, ptx::global_fetch_add(counters, count));
-    ptx::barrier_sync(0, kThreads);
+    ptx::block_sync();
     const u32 begin = list.note(0);
     for (u32 i = thread; i < count; i += kThreads) row_list[begin + i] = static_cast<i32>(list.index(i));
   }
@@ -181,7 +184,7 @@ struct SplitSelect {
     const u32 slots = static_cast<u32>(p.part_slots), length = own.length();
     const ListOutput best{row_list + static_cast<i64>(part) * slots, true};
     u32 count = length;
-    ptx::barrier_sync(0, kThreads);
+    ptx::block_sync();
     if (own.taken_unread(k)) {
       for (u32 i = thread; i < length; i += kThreads) best.put(i, own.index(0, own.first + i));
     } else {
@@ -193,13 +196,13 @@ struct SplitSelect {
   // Whether this block is the row's last to come here; then what the others have written is visible.
   DSA_DEVICE bool is_last() const {
     const u32 finished = ptx::shared_address(&shared.listed[2]);
-    ptx::barrier_sync(0, kThreads);
+    ptx::block_sync();
     if (thread == 0) {
       ptx::fence_device();
       ptx::store_shared_4(finished, ptx::global_fetch_add(counters + 1, 1));
       ptx::fence_device();
     }
-    ptx::barrier_sync(0, kThreads);
+    ptx::block_sync();
     return ptx::load_shared_4(finished) == parts - 1;
   }
 
@@ -207,7 +210,7 @@ struct SplitSelect {
     const u32 count = counters[0];
     for (u32 i = thread; i < count; i += kThreads) list.set(i, static_cast<u32>(row_list[i]));
     if (thread == 0) list.set_size(count);
-    ptx::barrier_sync(0, kThreads);
+    ptx::block_sync();
     return list.select(t, k, scores, output, [] {});
   }
 

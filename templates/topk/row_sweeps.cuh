@@ -1,6 +1,7 @@
 // Sweeps of a block over a row: counting digits, collecting elements, writing in index order. A row is anything with
 // ScoreRow's members.
 #pragma once
+#include "prims/ptx/block.cuh"
 #include "prims/ptx/convert.cuh"
 #include "prims/ptx/funnel.cuh"
 #include "prims/ptx/thread.cuh"
@@ -23,8 +24,11 @@ struct RowSweeps {
   const Row& row;
   const Digits& digits;
 
-  // Whether all that is selected for sure and all that may be has room among `room` elements.
-  static DSA_DEVICE bool has_room(const Threshold& t, u32 k, u32 room) { return k - t.ties + t.equal <= room; }
+  // Whether all that is selected for sure and all that may be has room among `room` elements, and can be collected: the
+  // k-th is a number above -inf, or keys are no numbers.
+  static DSA_DEVICE bool can_list(const Threshold& t, u32 k, u32 floor, u32 room) {
+    return k - t.ties + t.equal <= room && (!Score::kIsNumber || Bounds(t, floor).lowest() > kKeyOfNegInf >> (32 - kKeyBits));
+  }
 
   // Whether the first digit is counted without its shift.
   static constexpr bool kRotated = Score::kIsNumber && kShiftIsOneDigit<kDigitBits>;
@@ -37,27 +41,46 @@ struct RowSweeps {
       const int bits = least(t.shift, kDigitBits);
       const bool first = t.shift == kKeyBits;
       first ? count<true>(t, bits) : count<false>(t, bits);
-      ptx::barrier_sync(0, kThreads);
+      ptx::block_sync();
       t = digits.next(t, bits, kRotated && first);
-    } while (t.open() && t.shift > 0 && !has_room(t, k, room));
+    } while (t.open() && t.shift > 0 && !can_list(t, k, row.floor, room));
     return t;
   }
 
   // Counts the first digit of all keys.
   DSA_DEVICE void count_first() const { count<true>(Threshold{0, kKeyBits, 0, 0}, kDigitBits); }
 
-  // Puts the elements that win or tie into a list that has room for them.
+  // Puts the elements that win or tie into a list, as can_list says that it may.
   template <class List>
   DSA_DEVICE void collect(const Bounds& bounds, const List& list) const {
+    constexpr int kBits = kInFlight * kElements;
     const u32 lowest = bounds.lowest();
-    // Numbers above -inf are compared as they are; among others, keys tell what is lower.
-    if (Score::kIsNumber && lowest > kKeyOfNegInf >> (32 - kKeyBits)) {
-      const float below = ptx::float_of(number_below_key(lowest << (32 - kKeyBits)));
-      // Negative where the number is above; not so for NaN.
-      collect_if([&](u32 bits) { return ptx::bits_of(below - ptx::float_of(bits)); }, list);
-    } else {
-      collect_if([&](u32 bits) { return Score::key(bits) >= lowest ? 0x80000000u : 0; }, list);
-    }
+    const float below = ptx::float_of(Score::kIsNumber ? number_below_key(lowest << (32 - kKeyBits)) : 0);
+    const auto wanted_of = [&](const Vector& v) {
+      u32 wanted = 0;
+#pragma unroll
+      for (int e = kElements - 1; e >= 0; --e) {
+        // Of the difference the sign counts: numbers above `below` give a negative one, NaN does not.
+        const u32 top = Score::kIsNumber ? ptx::bits_of(below - ptx::float_of(v.bits(e))) : v.bits(e) >= lowest ? 0x80000000u : 0;
+        wanted = ptx::push_top_bit(wanted, top);
+      }
+      return wanted;
+    };
+    u32 held = 0, held_bits = 0, held_n = 0;  // bits of batches that are not listed yet
+    sweep([&](const Vector (&v)[kInFlight], u32 whole, u32 n, bool last) {
+      if (held_bits == 0) held_n = n;
+#pragma unroll
+      for (int u = 0; u < kInFlight; ++u)
+        if ((whole >> u & 1) != 0) held |= wanted_of(v[u]) << (held_bits + u * kElements);
+      held_bits += kBits;
+      if (held_bits + kBits <= 32 && !last) return;
+      put(held, list.reserve_by_warp(ptx::count_ones(held)), held_n, list);
+      held = held_bits = 0;
+    });
+    at_the_ends([&](const Vector& v, u32 n) {
+      const u32 wanted = wanted_of(v) & v.live;
+      if (wanted != 0) put(wanted, list.reserve(ptx::count_ones(wanted)), n, list);
+    });
   }
 
   // Calls put(slot, vector number, element, key) for each selected element, with slots in the order of the row, of which
@@ -99,7 +122,7 @@ struct RowSweeps {
   // Counts the next digit of the keys that are still in question, at first of all.
   template <bool kFirst>
   DSA_DEVICE void count(const Threshold& t, int bits) const {
-    sweep([&](const Vector (&v)[kInFlight], u32 whole, u32) {
+    sweep([&](const Vector (&v)[kInFlight], u32 whole, u32, bool) {
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u) {
         if ((whole >> u & 1) == 0) continue;
@@ -117,43 +140,13 @@ struct RowSweeps {
   template <bool kFirst>
   DSA_DEVICE void count_score(u32 score, const Threshold& t, int bits) const {
     if constexpr (kFirst && kRotated) {
-      digits.count(Score::unshifted(score) >> (32 - kDigitBits));
+      digits.count_rotated(Score::unshifted(score) >> (32 - kDigitBits));
     } else if constexpr (kFirst) {
       digits.count(Score::key(score) >> (kKeyBits - kDigitBits));
     } else {
       const u32 key = Score::key(score);
       if (key >> t.shift == t.prefix) digits.count(t.digit(key, bits));
     }
-  }
-
-  template <class Wanted, class List>
-  DSA_DEVICE void collect_if(Wanted is_wanted, const List& list) const {
-    constexpr int kBits = kInFlight * kElements;
-    u32 held = 0, held_bits = 0, held_n = 0;  // bits of batches that are not listed yet
-    sweep([&](const Vector (&v)[kInFlight], u32 whole, u32 n) {
-      if (held_bits == 0) held_n = n;
-#pragma unroll
-      for (int u = 0; u < kInFlight; ++u)
-        if ((whole >> u & 1) != 0) held |= wanted_of(v[u], is_wanted) << (held_bits + u * kElements);
-      held_bits += kBits;
-      if (held_bits + kBits <= 32) return;
-      put(held, list.reserve_by_warp(ptx::count_ones(held)), held_n, list);
-      held = held_bits = 0;
-    });
-    if (held_bits != 0) put(held, list.reserve_by_warp(ptx::count_ones(held)), held_n, list);
-    at_the_ends([&](const Vector& v, u32 n) {
-      const u32 wanted = wanted_of(v, is_wanted) & v.live;
-      if (wanted != 0) put(wanted, list.reserve(ptx::count_ones(wanted)), n, list);
-    });
-  }
-
-  // A bit for each element whose `is_wanted` has its top bit set.
-  template <class Wanted>
-  static DSA_DEVICE u32 wanted_of(const Vector& v, Wanted is_wanted) {
-    u32 wanted = 0;
-#pragma unroll
-    for (int e = kElements - 1; e >= 0; --e) wanted = ptx::push_top_bit(wanted, is_wanted(v.bits(e)));
-    return wanted;
   }
 
   // Lists elements of vectors n, n + kThreads, .., a bit each, from `place` on.
@@ -166,8 +159,8 @@ struct RowSweeps {
     }
   }
 
-  // Calls act(vectors, whole, number of the first) for kInFlight vectors of each thread at a time, kThreads apart. Bit u of
-  // `whole` says that vector u lies in the row with all its elements; others are zeros.
+  // Calls act(vectors, whole, number of the first, last) for kInFlight vectors of each thread at a time, kThreads apart. Bit u
+  // of `whole` says that vector u lies in the row with all its elements; others are zeros.
   template <class Act>
   DSA_DEVICE void sweep(Act act) const {
     const u32 thread = static_cast<u32>(ptx::thread_index());
@@ -185,7 +178,7 @@ struct RowSweeps {
         if (is_whole) v[u] = row.load_whole(n);
         whole |= static_cast<u32>(is_whole) << u;
       }
-      act(v, whole, begin + thread);
+      act(v, whole, begin + thread, begin + kInFlight * kThreads >= row.vectors());
     }
   }
 

@@ -11,8 +11,13 @@ from dsagen.arch import ARCHS
 from dsagen.build import Store, Toolchain, build_units, find_toolchain
 from dsagen.emulator import coverage
 from dsagen.errors import BuildError
+from dsagen.families.kv_cache import family as kv_cache
+from dsagen.families.kv_cache.family import cache_axes
+from dsagen.families.kv_cache.geometry import ROW_TYPES
+from dsagen.kv_format import KV_FORMATS
+from dsagen.kv_rule import default_rule, rules_of
 from dsagen.matrix import expand
-from dsagen.plan import KernelPlan
+from dsagen.plan import KernelPlan, Variant
 from dsagen.render import RenderedUnit, render
 from dsagen.spec import load_spec
 
@@ -49,6 +54,24 @@ def test_every_kernel_of_topk_compiles_as_planned(arch: str, scores: str) -> Non
     plans = expand(load_spec("v32_h16").replace(archs=[arch], ops=["topk"], scores=scores)).plans()
     assert len(plans) == 1
     require_as_planned(plans, arch)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_kernel_of_the_caches_compiles_as_planned(arch: str) -> None:
+    """Each format by its default rule; one of each structure from rows of every dtype, and one by every rule."""
+    plans = {}
+    for record in KV_FORMATS.values():
+        choices = {(default_rule(record), "bf16")}
+        if record.format_id in ("v32", "v41_fp4_interleaved", "bf16_split"):
+            choices |= {(default_rule(record), rows) for rows in ROW_TYPES}
+        if record.format_id == "v32":
+            choices |= {(rule, "bf16") for rule in rules_of(record)}
+        for rule, rows in choices:
+            for role, axes in cache_axes(record, rule, rows):
+                plan = kv_cache.FAMILY.plan(Variant("kv_cache", role, kv_cache.BODY, arch, axes))
+                plans[plan.slug] = plan
+    assert len(plans) > 40
+    require_as_planned(tuple(plans.values()), arch)
 
 
 def require_as_planned(plans: tuple[KernelPlan, ...], arch: str) -> None:

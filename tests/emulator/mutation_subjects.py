@@ -10,15 +10,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 
+import cache_rows
 import decode
 import test_emulated_topk as topk
+import torch
 from decode import Kernel, compile_ptx
 
 from dsagen.arch import arch as arch_row
+from dsagen.check.cache import allocate_cache
 from dsagen.check.cases import DecodeCase, Values
 from dsagen.errors import EmulatorError
+from dsagen.families.kv_cache.reference import convert_reference, read_reference, write_reference
 from dsagen.families.topk.family import COUNT, SELECT, split_variants
 from dsagen.family import families, family_of_op
+from dsagen.kv_format import kv_format
 from dsagen.plan import Variant
 from dsagen.render import render
 from dsagen.spec import load_spec, shipped_specs
@@ -36,6 +41,8 @@ class Attempt:
     schedule: str
 
 
+_PAGES, _PAGE = 3, 5
+_ROW_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ATTEMPTS = (Attempt(0, "turns"), Attempt(1, "random"), Attempt(2, "priorities"), Attempt(3, "random"))
 Runner = Callable[[Kernel, Attempt], str]
 
@@ -126,9 +133,36 @@ def _run_shared_rows(kernel: Kernel, attempt: Attempt) -> str:
     return topk.problem(call, pair[SELECT], attempt.seed, attempt.schedule, pair[COUNT])
 
 
+def _run_caches(kernel: Kernel, attempt: Attempt) -> str:
+    """One op of the caches, on each slot of a small pool."""
+    variant = kernel.plan.variant
+    record = kv_format(str(variant.axis("to" if variant.kernel == "convert" else "kv")))
+    generator = torch.Generator().manual_seed(attempt.seed)
+    slots = torch.randperm(_PAGES * _PAGE, generator=generator)
+    found = allocate_cache(record, _PAGES, _PAGE, "cpu")
+    wanted = cache_rows.copied(found)
+    if variant.kernel == "read":
+        for pool in found.values():
+            pool.zero_()
+        rows = cache_rows.read(kernel, record, found, len(slots), slots)
+        return "" if rows.equal(read_reference(record, found, slots)) else "rows"
+    if variant.kernel == "write":
+        x = torch.randn(len(slots), record.d_qk, generator=generator).to(_ROW_DTYPES[str(variant.axis("rows"))])
+        cache_rows.write(kernel, record, found, x, slots, seed=attempt.seed)
+        write_reference(record, wanted, x, slots, str(variant.axis("rule")))
+    else:
+        source = allocate_cache(kv_format(str(variant.axis("from"))), _PAGES, _PAGE, "cpu")
+        cache_rows.convert(kernel, source, found, (slots, slots.flip(0)))
+        convert_reference(kv_format(str(variant.axis("from"))), source, record, wanted, slots, slots.flip(0))
+    return "" if cache_rows.same_bytes(found, wanted) else "pool"
+
+
 RUNNERS: dict[tuple[str, str], Runner] = {
     ("sparse_decode", "main"): _run_main,
     ("sparse_decode", "combine"): _run_combine,
+    ("kv_cache", "write"): _run_caches,
+    ("kv_cache", "read"): _run_caches,
+    ("kv_cache", "convert"): _run_caches,
     ("topk", "main"): _run_select,
     ("topk", COUNT): _run_shared_rows,
     ("topk", SELECT): _run_shared_rows,

@@ -137,7 +137,7 @@ def test_what_is_needed_after_freeze_is_an_error() -> None:
 
 def test_a_launch_beyond_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DSAGEN_EMULATOR_MOST_CTAS", "1")
-    with pytest.raises(EmulatorLimitError, match=r"\[T-17\] grid: dsa_sparse_decode_main\w+ would run 2 CTAs"):
+    with pytest.raises(EmulatorLimitError, match=r"\[T-18\] grid: dsa_sparse_decode_main\w+ would run 2 CTAs"):
         load().sparse_decode(**call())
 
 

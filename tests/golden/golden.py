@@ -39,11 +39,11 @@ def matrix_text(declared_archs: bool) -> str:
 
 
 def representative_plans() -> Iterator[KernelPlan]:
-    """The first plan of each family, role and KV format in the shipped specs."""
+    """The first plan of each family, role, body and KV format in the shipped specs."""
     seen = set()
     for name in shipped_specs():
         for plan in expand(load_spec(name)).plans():
-            key = (plan.variant.family, plan.variant.kernel, dict(plan.variant.axes).get("kv"))
+            key = (plan.variant.family, plan.variant.kernel, plan.variant.body, dict(plan.variant.axes).get("kv"))
             if key not in seen:
                 seen.add(key)
                 yield plan
@@ -65,7 +65,7 @@ def printed_part(text: str) -> list[str]:
     for line in text.splitlines():
         if line.startswith(HEADERS_BEGIN):
             keeping = False
-        elif line.startswith(("struct Constants", "using Encoding", "using Score", "using Body")):
+        elif line.startswith(("struct Constants", "using Encoding", "using Score", "using Codes", "using Body")):
             keeping = True
         if keeping:
             kept.append(line)

@@ -42,6 +42,12 @@ void load_global(const void* address, void* target, uint32_t bytes, const char* 
   std::memcpy(target, address, bytes);
 }
 
+void store_global(void* address, const void* source, uint32_t bytes, const char* what, int line) {
+  note(what, line);
+  check_global(address, bytes, bytes, what, line);
+  std::memcpy(address, source, bytes);
+}
+
 // ---- 16-byte copies -------------------------------------------------------------------------------------------------
 
 void copy_async(uint32_t target, const void* source, uint32_t bytes, int line) {

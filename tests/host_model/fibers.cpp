@@ -146,6 +146,7 @@ void block_current(const char* what, int line) {
 
 Exchange& exchange() { return m.current->exchange; }
 int thread_index() { return m.current->index; }
+int block_threads() { return static_cast<int>(m.launch->threads); }
 uint32_t block_index() { return m.block; }
 
 void collective(Op op, int line) {

@@ -38,6 +38,7 @@ Exchange& exchange();
 void collective(Op op, int line);
 
 int thread_index();
+int block_threads();
 uint32_t block_index();
 
 // `threads` threads meet at a barrier; returns the disjunction of their flags. All of them either reduce or do not.
@@ -51,6 +52,7 @@ void store_shared(uint32_t address, const void* source, uint32_t bytes, const ch
 // plain accesses of it they do.
 uint32_t shared_update(uint32_t address, uint32_t value, bool adds, const char* what, int line);
 void load_global(const void* address, void* target, uint32_t bytes, const char* what, int line);
+void store_global(void* address, const void* source, uint32_t bytes, const char* what, int line);
 
 // The target holds 0xff bytes from the issue to the wait that covers the copy.
 void copy_async(uint32_t target, const void* source, uint32_t bytes, int line);

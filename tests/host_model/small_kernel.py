@@ -17,12 +17,17 @@ struct SharedStorage {
   alignas(16) u32 word[64];
   alignas(16) u64 landed[2];
 };
+#include "prims/ptx/arithmetic.cuh"
 #include "prims/ptx/atomic.cuh"
 #include "prims/ptx/bulk.cuh"
+#include "prims/ptx/copy_group.cuh"
 #include "prims/ptx/mbarrier.cuh"
 #include "prims/ptx/convert.cuh"
+#include "prims/ptx/copy_group.cuh"
+#include "prims/ptx/global.cuh"
 #include "prims/ptx/memory.cuh"
 #include "prims/ptx/mma.cuh"
+#include "prims/ptx/narrow.cuh"
 #include "prims/ptx/registers.cuh"
 #include "prims/ptx/thread.cuh"
 extern "C" __global__ void __launch_bounds__(64, 1) SYMBOL(const __grid_constant__ Params p) {

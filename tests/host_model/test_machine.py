@@ -174,11 +174,18 @@ def test_conversions() -> None:
         assert np.array_equal(bits & 0xFFFF, np.where(nan(low), 0x7FFF, low.astype(np.float16).view(np.uint16)))
     codes = np.resize(np.arange(256, dtype=np.uint8), 1024).view(np.float32)
     out, _ = run(
-        "u32 low, high; ptx::e4m3_to_f16(ptx::bits_of(in[t]), low, high); out[2 * t] = ptx::float_of(low); "
-        "out[2 * t + 1] = ptx::float_of(high);",
+        "u32 low, high; ptx::e4m3_to_f16(reinterpret_cast<const u32*>(in)[t], low, high); "
+        "out[2 * t] = ptx::float_of(low); out[2 * t + 1] = ptx::float_of(high);",
         codes,
     )
     assert np.array_equal(out[:128].view(np.float16).astype(np.float64), e4m3_table(), equal_nan=True)
+
+
+def test_arithmetic_has_one_nan() -> None:
+    patterns = np.resize(np.array([0x7FC00000, 0xFFC00000, 0x7F800001, 0xFFFFFFFF, 0xFF800000], np.uint32), 256)
+    # The last is -inf, and -inf from itself is NaN as well.
+    out, _ = run("out[t] = ptx::float_of(ptx::bits_of(in[t] - in[t]));", patterns.view(np.float32))
+    assert (out[:64].view(np.uint32) == 0x7FFFFFFF).all()
 
 
 def test_exponential_and_logarithm() -> None:

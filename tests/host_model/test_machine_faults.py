@@ -89,6 +89,17 @@ FAULTS: dict[str, tuple[str, str]] = {
     "shared access past the block's": ("ptx::store_shared_4(tile + 4 * 1024 + 4 * t, 0);", "leaves the block's 1296 B"),
     "shared access by a bare offset": ("ptx::store_shared_4(4 * t, 0);", "leaves the block's 1296 B"),
     "global load past a tensor": ("ptx::load_global_16(in + 256 + t * 4);", "load_global_16 .*is in no tensor"),
+    "byte load before a tensor": (
+        "ptx::load_global_1(reinterpret_cast<const u8*>(in) - 1);",
+        "load_global_1 .*in no",
+    ),
+    "global load misaligned": ("ptx::load_global_8(in + 1);", "load_global_8 .*is not a multiple of 8"),
+    "global store past a tensor": ("ptx::store_global_4(out + 256 + t, 0);", "store_global_4 .*nearest is out"),
+    "global store across the end": (
+        "ptx::store_global_16(out + 254, Words4{});",
+        "store_global_16 .*not a multiple",
+    ),
+    "global store to an input": ("ptx::store_global_1(const_cast<float*>(in), 0);", "in .*it is read-only"),
     "plain read past a tensor": ("out[t] = in[256 + t];", r"plain access .* byte \d+ of in \(1024 B\), is illegal"),
     "plain write before a tensor": ("out[-1024 - t] = 0.0f;", r"plain access .* byte -\d+ of out .* is illegal"),
     "plain write just before a tensor": ("out[-1 - t] = 0.0f;", "out: bytes before it were written"),

@@ -145,13 +145,27 @@ def test_explain_of_a_call_shows_choice_and_splits(capsys):
 def test_explain_of_a_call_speaks_of_each_op_that_the_spec_has(capsys, tmp_path):
     spec = tmp_path / "both.yaml"
     spec.write_text("model: v32\nheads: 16\narchs: [sm_90a, sm_80]\nops: [topk, sparse_decode]\n")
-    code, out, _ = run(capsys, "explain", str(spec), "--batch", "4", "--sms", "132")
+    code, out, _ = run(capsys, "explain", str(spec), "--batch", "4", "--sms", "132", "--width", "4096")
     assert code == 0
-    assert out.count("chosen: sparse_decode-main-") == out.count("chosen: topk-main-") == 2
+    assert out.count("chosen: sparse_decode-main-") == out.count("chosen: topk-main-row_resident-") == 2
     spec.write_text("model: v32\nheads: 16\narchs: [sm_80]\nops: [topk]\n")
-    code, out, _ = run(capsys, "explain", str(spec), "--batch", "4", "--topk", "512")
-    assert code == 0
-    assert out.startswith("both on sm_80\nshape: 4 rows, k 512\n") and "sparse_decode" not in out
+    sizes = ("--batch", "2", "--s-q", "2", "--topk", "512", "--width", "131072", "--sms", "108")
+    code, out, _ = run(capsys, "explain", str(spec), *sizes)
+    assert code == 0 and "sparse_decode" not in out
+    assert out.startswith("both on sm_80 (108 multiprocessors)\nshape: 4 rows of 131072 scores, k 512\n")
+    assert "chosen: topk-count-row_split-sm_80-score.fp32 + topk-select-row_split-sm_80-score.fp32\n" in out
+    assert "grid: 64 CTAs, 16 a row\n" in out
+    code, out, _ = run(capsys, "explain", str(spec), "--batch", "4", "--width", "4096")
+    assert code == 0 and "sm_80: no device of this arch was measured: give its multiprocessors with --sms" in out
+
+
+def test_explain_of_a_call_of_topk_needs_the_width(capsys, tmp_path):
+    spec = tmp_path / "topk.yaml"
+    spec.write_text("model: v32\nheads: 16\narchs: [sm_90a]\nops: [topk]\n")
+    code, _, err = run(capsys, "explain", str(spec), "--batch", "4")
+    assert code == 2
+    assert "explain --batch: which kernel takes a call of topk depends on its rows: give --width" in err
+    assert run(capsys, "explain", str(spec), "--batch", "4", "--width", "0")[0] == 0
 
 
 def test_explain_of_a_call_that_nothing_takes_names_the_guard(capsys):

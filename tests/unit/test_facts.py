@@ -106,6 +106,29 @@ def test_golden_power_of_two_bytes_decode_to_the_power_above():
         assert power / 2 < value <= power
 
 
+def test_encoding_gives_golden_codes():
+    data = np.load(VECTORS / "codec.npz")
+    for value, code in zip(data["e4m3_in_f32"].tolist(), data["e4m3_code"].tolist(), strict=True):
+        told = 0x7F if math.isnan(value) else 0xFF  # the sign of NaN is free
+        assert E4M3.encode(value) & told == code & told
+    for value, code in zip(data["e2m1_in_f32"].tolist(), data["e2m1_even_keep"].tolist(), strict=True):
+        assert math.isnan(value) or E2M1.encode(value) == code
+
+
+@pytest.mark.parametrize("element", [E4M3, E2M1, UE4M3, UE8M0])
+def test_encoding_inverts_decoding(element):
+    for code in range(1 << element.bits):
+        value = element.decode(code)
+        assert math.isnan(value) or element.encode(value) == code
+    assert element.encode(math.inf) == element.encode(element.largest)
+
+
+def test_what_has_no_code_is_refused():
+    for element, value in ((E2M1, math.nan), (UE4M3, -1.0), (BF16, 1.0)):
+        with pytest.raises(ValueError, match=r"has no code for NaN|has no sign|encoding searches types"):
+            element.encode(value)
+
+
 @pytest.mark.parametrize("element", ELEMENT_TYPES.values(), ids=ELEMENT_TYPES)
 def test_codes_outside_the_type_are_refused(element):
     for code in (-1, 1 << element.bits):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
+from kv_cache_trips import KV_CACHE_TRIPS
 
 import dsagen
 from dsagen.arch import arch
@@ -191,10 +192,11 @@ TRIPS: dict[str, dict[str, Trip]] = {
             {"place": [1, 2, 70], "count": 1},
         ),
     },
+    "kv_cache": {guard_id: Trip(*fields) for guard_id, fields in KV_CACHE_TRIPS.items()},
     "topk": {
         "K-01": Trip(
             {"smem_bytes": 101377, "smem_optin_bytes": 101376},
-            "[K-01] shared memory: the plan needs 101377 B and a block may have 101376 B: keep fewer candidates",
+            "[K-01] shared memory: the plan needs 101377 B and a block may have 101376 B: hold fewer scores",
             "smem_bytes <= smem_optin_bytes",
             {"smem_bytes": 101376},
         ),
@@ -217,10 +219,40 @@ TRIPS: dict[str, dict[str, Trip]] = {
             {"digit_bits": 12},
         ),
         "TK-03": Trip(
-            {"threads": 1024, "vector_elements": 64},
+            {"threads": 1024, "vector_scores": 64},
             "[TK-03] block of 1024 threads x 64 scores: their counts are summed in 16 bits each, use fewer threads",
-            "(threads * vector_elements) <= 65535",
-            {"vector_elements": 63},
+            "(threads * vector_scores) <= 65535",
+            {"vector_scores": 63},
+        ),
+        "TK-10": Trip(
+            {"in_flight": 5, "vector_scores": 8},
+            "[TK-10] 5 vectors of 8 scores in flight: a thread has a bit for each, so at most 32 scores",
+            "(1 <= in_flight && (in_flight * vector_scores) <= 32)",
+            {"in_flight": 4},
+        ),
+        "TK-11": Trip(
+            {"bitmap_words": 1536, "threads": 1024},
+            "[TK-11] a bitmap of 1536 words: each of 1024 threads takes as many, so it must be a multiple",
+            "((bitmap_words % threads) == 0 && 1 <= bitmap_words)",
+            {"bitmap_words": 2048},
+        ),
+        "TK-12": Trip(
+            {"elements": 0},
+            "[TK-12] a list of 0 elements: must have room for one at least",
+            "1 <= elements",
+            {"elements": 1},
+        ),
+        "TK-13": Trip(
+            {"words": 36, "in_flight": 3},
+            "[TK-13] 36 words a thread: must be one or two batches of 3 vectors",
+            "((words % (4 * in_flight)) == 0 && 1 <= words && words <= (8 * in_flight))",
+            {"words": 24},
+        ),
+        "TK-15": Trip(
+            {"row_scores": 32769, "bitmap_words": 1024},
+            "[TK-15] rows of 32769 scores: the bitmap of 1024 words is narrower",
+            "row_scores <= (32 * bitmap_words)",
+            {"row_scores": 32768},
         ),
         "TK-04": Trip(
             {"k": 2049, "topk_capacity": 2048},
@@ -259,6 +291,26 @@ TRIPS: dict[str, dict[str, Trip]] = {
             "(0 <= start && start <= width && length <= (width - start))",
             {"length": 7},
             {"row": 5, "count": 2},
+        ),
+        "TK-14": Trip(
+            {"width": 32766, "lead": 3, "row_scores": 32768},
+            "[TK-14] rows of 32766 scores, up to 3 behind a multiple of 16 bytes: this kernel holds 32768",
+            "(width + lead) <= row_scores",
+            {"width": 32765},
+        ),
+        "TK-16": Trip(
+            {"parts": 1},
+            "[TK-16] 67 rows of 524288 B over 132 SMs: 1 parts a row, too few to share a row among blocks",
+            "2 <= parts",
+            {"parts": 2},
+            {"rows": 67, "row_bytes": 524288, "sm_count": 132},
+        ),
+        "TK-17": Trip(
+            {"workspace_bytes": 4096, "workspace_address": 0x108, "needed_bytes": 4096},
+            "[TK-17] workspace: 4096 B at 0x108, the plan needs 4096 B at a multiple of 16: pass what "
+            "topk_workspace_bytes tells, or none",
+            "(needed_bytes <= workspace_bytes && (workspace_address % 16) == 0)",
+            {"workspace_address": 0x110},
         ),
     },
     "every family": {

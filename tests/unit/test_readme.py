@@ -19,7 +19,7 @@ README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
 
 
 # What the serving code calls loaded kernels.
-KERNELS = {"kernels", "selection"}
+KERNELS = {"kernels", "selection", "caches"}
 
 
 def blocks(language: str) -> list[str]:
@@ -68,7 +68,7 @@ def test_the_serving_code_uses_what_exists() -> None:
         for node in ast.walk(ast.parse(code))
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in KERNELS
     }
-    assert {"sparse_decode", "topk"} <= used
+    assert {"sparse_decode", "topk", "kv_write", "kv_read"} <= used
     assert all(hasattr(Kernels, name) for name in used)
 
 
@@ -82,5 +82,7 @@ def test_the_serving_code_runs() -> None:
     # A cache of zeros: every row has the same logit 0, so the lse is the logarithm of the width.
     assert bool((out == 0).all())
     assert bool(((lse - 7.6246).abs() < 1e-3).all())
+    rows, again = names["rows"], names["rows_again"]
+    assert bool(((rows - again).abs() <= rows.abs().amax(1, keepdim=True) / 16).all())
     ids, lengths = names["ids"], names["lengths"]
     assert bool(((ids >= 0).sum(1) == lengths.clamp(max=2048)).all())

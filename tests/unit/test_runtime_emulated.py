@@ -167,7 +167,7 @@ def test_a_grid_beyond_the_limit_is_refused(driver):
     with pytest.raises(EmulatorLimitError) as raised:
         run(())
     assert str(raised.value) == (
-        "[T-17] grid: the_kernel would run 4097 CTAs, the emulator's limit is 4096: pass a smaller batch, or raise "
+        "[T-18] grid: the_kernel would run 4097 CTAs, the emulator's limit is 4096: pass a smaller batch, or raise "
         "DSAGEN_EMULATOR_MOST_CTAS and wait longer"
     )
 
@@ -250,6 +250,19 @@ def test_what_the_grid_before_writes_is_out_of_reach_until_the_wait():
     hidden = (range(one.data_ptr() + 8, one.data_ptr() + 9),)
     memory, _ = bind_memory(values, pointers("one", "two"), (one, two), hidden)
     assert {buffer.name: buffer.after_wait for buffer in memory.buffers} == {"one": True, "two": False}
+
+
+def test_what_a_kernel_writes_holds_nothing_before_unless_it_is_kept():
+    tensors = [torch.zeros(64) for _ in range(3)]
+    values = block(*(tensor.data_ptr() for tensor in tensors))
+    fields = (
+        PointerField("read", 0, False),
+        PointerField("out", 8, True),
+        PointerField("workspace", 16, True, kept=True),
+    )
+    memory, _ = bind_memory(values, fields, tensors, ())
+    held = {buffer.name: buffer.valid is None for buffer in memory.buffers}
+    assert held == {"read": True, "out": False, "workspace": True}
 
 
 def test_buffers_lie_far_apart():

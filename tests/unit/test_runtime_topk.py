@@ -1,5 +1,9 @@
 """Top-k through the runtime: the argument block of a call, and every argument that does not fit."""
 
+import copy
+import pickle
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -7,14 +11,16 @@ import torch
 from fake_driver import GOOD, FakeDriver, fake_cubins, unpack
 
 from dsagen.check.run import run_case
+from dsagen.check.topk_calls import MODES
 from dsagen.check.topk_cases import MOST_SLOTS, Probe, topk_cases
 from dsagen.check.topk_run import TopkRun
-from dsagen.errors import DeviceError, FrozenError, GuardError
+from dsagen.errors import DeviceError, DsagenError, FrozenError, GuardError
 from dsagen.runtime.api import Kernels
-from dsagen.runtime.topk import TopkLauncher
+from dsagen.runtime.topk import DETERMINISM
 from dsagen.spec import load_spec
 
 ROWS, WIDTH, K = 3, 500, 64
+LONG = 128 << 10  # scores of a row that blocks share: too long for one block's memory
 SPEC = {"model": "v32", "heads": 16, "archs": ["sm_90a"], "ops": ["topk"]}
 
 
@@ -53,6 +59,8 @@ def test_block_of_a_plain_call():
         "scores": scores.data_ptr(),
         "row_stride": WIDTH,
         "width": WIDTH,
+        "rows": ROWS,
+        "row_step": ROWS,
         "k": K,
         "out": out.data_ptr(),
         "out_stride": K,
@@ -61,8 +69,9 @@ def test_block_of_a_plain_call():
     }
     assert (out.shape, out.dtype, out.is_contiguous()) == ((ROWS, K), torch.int32, True)
     (record,) = driver.launches
-    (plan,) = kernels._on(0).plans
-    assert (record.config.grid, record.config.threads, record.config.smem_bytes) == (ROWS, 1024, plan.smem_bytes)
+    plan = kernels._on(0).by_role["topk", "main"][0]
+    assert record.symbol == plan.symbol
+    assert (record.config.grid, record.config.threads, record.config.smem_bytes) == (ROWS, 256, plan.smem_bytes)
     assert not record.config.overlaps_previous
 
 
@@ -71,7 +80,8 @@ def test_block_of_a_call_with_everything():
     scores = torch.zeros(ROWS, 2 * WIDTH, dtype=torch.bfloat16)[:, 1 : WIDTH + 1]
     rows = {name: ints(ROWS) for name in ("lengths", "starts", "offsets", "table_of_row", "table_starts", "counts")}
     table, out, raw = ints(7, 20)[:, :11], ints(ROWS, K + 5)[:, :K], ints(ROWS, K + 9)[:, 4 : K + 4]
-    result = kernels.topk(scores, k=K, page_table=table, page_size=48, out=out, raw=raw, drop_neg_inf=True, **rows)
+    options = {"page_table": table, "page_size": 48, "drop_neg_inf": True, "determinism": "order"}
+    result = kernels.topk(scores, k=K, out=out, raw=raw, **options, **rows)
     (block,) = blocks(kernels, driver)
     multiplier, shift = block.pop("page_multiplier"), block.pop("page_shift")
     assert all(n * multiplier >> (31 + shift) == n // 48 for n in range(1000))
@@ -79,7 +89,10 @@ def test_block_of_a_call_with_everything():
         "scores": scores.data_ptr(),
         "row_stride": 2 * WIDTH,
         "width": WIDTH,
+        "rows": ROWS,
+        "row_step": ROWS,
         "k": K,
+        "ordered": 1,
         "drops_neg_inf": 1,
         "out": out.data_ptr(),
         "out_stride": K + 5,
@@ -129,7 +142,7 @@ def test_a_spec_with_both_ops_loads_the_kernels_of_both():
     driver, kernels = make(ops=["sparse_decode", "topk"])
     kernels.topk(torch.zeros(ROWS, WIDTH), k=K)
     assert driver.loads == [kernels._on(0).by_role["topk", "main"][0].symbol]
-    assert len(kernels._on(0).plans) == 3
+    assert len(kernels._on(0).plans) == 5 + 2
 
 
 def test_each_op_needs_to_be_declared(kernels):
@@ -156,6 +169,10 @@ WRONG = [
     ({"k": True}, "[T-12] k: expected a whole number, found True (bool)"),
     ({"drop_neg_inf": "no"}, "[T-12] drop_neg_inf: expected True or False, found 'no' (str): pass a bool"),
     ({"drop_neg_inf": 2}, "[T-12] drop_neg_inf: expected True or False, found 2 (int)"),
+    ({"determinism": "sorted"}, "[T-12] determinism: expected one of off, set, order, found 'sorted'"),
+    ({"determinism": True}, "[T-12] determinism: expected one of off, set, order, found True"),
+    ({"determinism": ["set"]}, "[T-12] determinism: expected one of off, set, order, found ['set']"),
+    ({"plan": "plan"}, "[T-09] plan: was not made by these kernels: pass what their plan_topk returned"),
     ({"scores": [1.0]}, "[T-01] scores: expected a torch.Tensor, found list"),
     ({"scores": torch.zeros(ROWS, WIDTH, requires_grad=True)}, "[T-02] scores: requires grad"),
     ({"scores": torch.zeros(ROWS, WIDTH, device="meta")}, "[T-03] scores: on meta, expected a CUDA device"),
@@ -243,40 +260,308 @@ def test_each_grid_and_stream_has_a_launch_of_its_own_and_old_ones_go():
     driver.stream = 7
     kernels.topk(torch.zeros(1, WIDTH), k=K)
     assert [(r.config.grid, r.config.stream) for r in driver.launches] == [(1, 0), (2, 0), (1, 0), (1, 7)]
-    launcher = kernels._topk_launcher
-    assert isinstance(launcher, TopkLauncher)
     for rows in range(1, 100):
         kernels.topk(torch.zeros(rows, 1), k=1)
-    assert len(launcher._launches) == 64
+    assert len(kernels._launches) == 64
 
 
 def test_a_failing_launch_names_op_kernel_and_arguments():
     driver, kernels = make()
     driver.launch_error = "CUDA_ERROR_LAUNCH_FAILED"
-    with pytest.raises(DeviceError, match=r"^topk: topk-main-row_select-sm_90a-.* failed on device 0: .* k=64, "):
+    with pytest.raises(DeviceError, match=r"^topk: topk-main-row_resident-sm_90a-.* failed on device 0: .* k=64, "):
         kernels.topk(torch.zeros(ROWS, WIDTH), k=K)
 
 
 def test_explain_says_what_is_checked(kernels):
-    text = kernels.explain("topk", batch=128, topk=512)
-    assert text.startswith("topk: v32_h16 on device 0 (fake H200, sm_90a, 132 SMs)\nshape: 128 rows, k 512\n")
+    text = kernels.explain("topk", batch=64, s_q=2, topk=512, width=5000)
+    head = "topk: v32_h16 on device 0 (fake H200, sm_90a, 132 SMs)\nshape: 128 rows of 5000 scores, k 512\n"
+    assert text.startswith(head)
     assert "[TK-04] 1 <= k and k <= topk_capacity  k=512  topk_capacity=2048  holds" in text
     assert "[TK-07] 1 <= page_size and page_size <= 1073741824" in text
-    assert text.endswith("grid: 128 CTAs, one a row\nworkspace: 0 B")
-    assert "refuses: k: 4096" in kernels.explain("topk", batch=1, topk=4096)
-    assert kernels.explain("topk", batch=1, topk=4096).endswith("chosen: none")
-    for size in ({"batch": "2"}, {"batch": 1, "s_q": 1.5}, {"batch": 1, "topk": True}):
+    assert text.endswith("grid: 128 CTAs\nworkspace: 0 B")
+    size = kernels.topk_workspace_bytes(4, LONG, 2048)
+    assert kernels.explain("topk", batch=4, width=LONG).endswith(f"grid: 64 CTAs, 16 a row\nworkspace: {size} B")
+    assert "refuses: k: 4096" in kernels.explain("topk", batch=1, topk=4096, width=9)
+    assert kernels.explain("topk", batch=1, topk=4096, width=9).endswith("chosen: none")
+    for size in ({"batch": "2"}, {"batch": 1, "s_q": 1.5}, {"batch": 1, "topk": True}, {"batch": 1, "width": 9.0}):
         with pytest.raises(GuardError, match=rf"^\[T-12\] {list(size)[-1]}: expected a whole number, found "):
-            kernels.explain("topk", **size)
+            kernels.explain("topk", **{"width": 9, **size})
+    with pytest.raises(GuardError, match=r"^\[T-16\] width: missing, and which kernel takes a call of topk depends on"):
+        kernels.explain("topk", batch=1)
+
+
+# ---- rows that blocks share, and plans
+
+
+def long_scores(rows=ROWS):
+    return torch.zeros(rows, LONG)
+
+
+def test_rows_that_blocks_share_take_two_launches_with_one_workspace():
+    driver, kernels = make()
+    plan = kernels.plan_topk(ROWS, LONG, K)
+    out = kernels.topk(long_scores(), k=K, plan=plan)
+    count, select = (kernels._on(0).by_role["topk", role][0] for role in ("count", "select"))
+    assert [record.symbol for record in driver.launches] == [count.symbol, select.symbol]
+    # 132 SMs give each of 3 rows 44 blocks, and a row of 512 KiB has work for 16.
+    assert [record.config.grid for record in driver.launches] == [ROWS * 16] * 2
+    assert [record.config.overlaps_previous for record in driver.launches] == [False, True]
+    first, second = blocks(kernels, driver)
+    assert first == second
+    workspace = plan.workspace
+    base, end = workspace.data_ptr(), workspace.data_ptr() + workspace.numel()
+    assert workspace.numel() == plan.workspace_bytes == kernels.topk_workspace_bytes(ROWS, LONG, K) > 0
+    assert not workspace.any()
+    assert (first["parts"], first["part_slots"], first["out"]) == (16, K, out.data_ptr())
+    assert base == first["histograms"]
+    assert first["histograms"] + ROWS * 2048 * 4 <= first["counters"]
+    assert first["counters"] + ROWS * 2 * 4 <= first["lists"]
+    assert first["lists"] + ROWS * first["list_stride"] * 4 <= end
+    assert first["list_stride"] >= max(select.constant("kElements"), 16 * K)
+
+
+def test_calls_without_a_plan_share_one_for_each_shape_and_stream():
+    driver, kernels = make()
+    for k in (K, K, K + 1):
+        kernels.topk(long_scores(), k=k)
+    driver.stream = 7
+    kernels.topk(long_scores(), k=K)
+    bases = [block["histograms"] for block in blocks(kernels, driver)[::2]]
+    assert bases[0] == bases[1] and len(set(bases)) == 3
+    assert len(driver.kept) == 3
+
+
+def test_a_plan_of_rows_that_no_blocks_share_needs_no_workspace():
+    driver, kernels = make()
+    plan = kernels.plan_topk(ROWS, WIDTH, K)
+    assert (plan.workspace, plan.workspace_bytes, kernels.topk_workspace_bytes(ROWS, WIDTH, K)) == (None, 0, 0)
+    kernels.topk(torch.zeros(ROWS, WIDTH), k=K, plan=plan)
+    driver.stream = 7
+    # Without a workspace there is nothing that two streams could share.
+    kernels.topk(torch.zeros(ROWS, WIDTH), k=K, plan=plan)
+    assert len(driver.launches) == 2 and driver.kept == []
+
+
+def test_a_plan_belongs_to_the_stream_of_its_first_call():
+    driver, kernels = make()
+    plan = kernels.plan_topk(ROWS, LONG, K)
+    kernels.topk(long_scores(), k=K, plan=plan)
+    assert driver.kept == [plan.workspace]
+    driver.stream = 7
+    with pytest.raises(
+        GuardError, match=r"^\[T-10\] plan: belongs to stream 0x0, the current stream is 0x7: make a plan"
+    ):
+        kernels.topk(long_scores(), k=K, plan=plan)
+    assert len(driver.launches) == 2
+    plan.rebind()
+    kernels.topk(long_scores(), k=K, plan=plan)
+    assert [record.config.stream for record in driver.launches] == [0, 0, 7, 7]
+
+
+def test_a_plan_serves_its_own_shape_only(kernels):
+    plan = kernels.plan_topk(ROWS, LONG, K)
+    for scores, k, problem in (
+        (long_scores(2), K, "rows 3, the call has rows 2"),
+        (torch.zeros(ROWS, LONG + 4), K, f"width {LONG}, the call has width {LONG + 4}"),
+        (long_scores(), K - 1, f"k {K}, the call has k {K - 1}"),
+    ):
+        with pytest.raises(GuardError, match=rf"^\[T-09\] plan: made for {problem}: make a plan for it with plan_topk"):
+            kernels.topk(scores, k=k, plan=plan)
+    with pytest.raises(GuardError, match=r"^\[T-09\] plan: made for device meta, the call has device cpu: "):
+        plan.device = torch.device("meta")
+        kernels.topk(long_scores(), k=K, plan=plan)
+
+
+def test_a_plan_serves_the_kernels_that_made_it_only(kernels):
+    for foreign in (make()[1].plan_topk(ROWS, LONG, K), "plan", make(ops=["sparse_decode"])[1]):
+        with pytest.raises(
+            GuardError, match=r"^\[T-09\] plan: was not made by these kernels: pass what their plan_topk"
+        ):
+            kernels.topk(long_scores(), k=K, plan=foreign)
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_plan_is_neither_copied_nor_pickled(kernels, duplicate):
+    with pytest.raises(
+        DsagenError, match=r"a TopkPlan .* is neither copied nor pickled: make another one with plan_topk"
+    ):
+        duplicate(kernels.plan_topk(ROWS, LONG, K))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda w: w[:-1],
+            r"\[TK-17\] workspace: \d+ B at 0x[0-9a-f]+, the plan needs \d+ B at a multiple of 16: pass what",
+        ),
+        (lambda w: torch.zeros(len(w) + 16, dtype=torch.uint8)[1:], r"\[TK-17\] workspace: "),
+        (lambda w: w.view(torch.int32), r"\[T-04\] workspace: dtype int32, expected uint8 for \[bytes\]"),
+        (lambda w: w.view(-1, 16), r"\[T-05\] workspace: 2 dims"),
+        (lambda w: w.to("meta"), r"\[T-03\] workspace: on meta, the plan is on cpu: move it with"),
+        (lambda w: w.tolist()[:2], r"\[T-01\] workspace: expected a torch.Tensor, found list"),
+        (lambda w: w.to_sparse(), r"\[T-14\] workspace: has the layout sparse_coo"),
+    ],
+    ids=["small", "misaligned", "dtype", "dims", "device", "type", "layout"],
+)
+def test_a_lent_workspace_must_fit(kernels, change, message):
+    workspace = torch.zeros(kernels.topk_workspace_bytes(ROWS, LONG, K), dtype=torch.uint8)
+    assert workspace.data_ptr() % 16 == 0
+    with pytest.raises(GuardError, match="^" + message):
+        kernels.plan_topk(ROWS, LONG, K, workspace=change(workspace))
+
+
+def test_a_lent_workspace_is_cleared_and_used():
+    driver, kernels = make()
+    size = kernels.topk_workspace_bytes(ROWS, LONG, K)
+    buffer = torch.full((size + 64,), 0xFF, dtype=torch.uint8)
+    plan = kernels.plan_topk(ROWS, LONG, K, workspace=buffer[16:])
+    assert plan.workspace.data_ptr() == buffer.data_ptr() + 16 and plan.workspace.numel() == size
+    assert not buffer[16 : 16 + size].any() and buffer[:16].all() and buffer[16 + size :].all()
+    kernels.topk(long_scores(), k=K, plan=plan)
+    assert {block["histograms"] for block in blocks(kernels, driver)} == {buffer.data_ptr() + 16}
+
+
+def test_capture_needs_a_plan_of_rows_that_blocks_share():
+    driver, kernels = make()
+    kernels.prepare()
+    plan = kernels.plan_topk(ROWS, LONG, K)
+    driver.capturing = True
+    text = (
+        r"^topk: no plan for 3 rows of 131072 and k 64 exists, and making one during CUDA graph capture is not possible"
+    )
+    with pytest.raises(FrozenError, match=text):
+        kernels.topk(long_scores(), k=K)
+    with pytest.raises(FrozenError, match=text):
+        kernels.plan_topk(ROWS, LONG, K)
+    kernels.topk(long_scores(), k=K, plan=plan)
+    assert len(driver.launches) == 2
+    # A call of that shape on that stream before the capture has left one that others may use.
+    driver.capturing = False
+    kernels.topk(long_scores(), k=K)
+    driver.capturing = True
+    kernels.topk(long_scores(), k=K)
+    assert len(driver.launches) == 6
+
+
+def test_frozen_kernels_still_make_plans_but_load_nothing():
+    driver, kernels = make()
+    kernels.topk(torch.zeros(ROWS, WIDTH), k=K)
+    kernels.freeze()
+    plan = kernels.plan_topk(ROWS, LONG, K)
+    with pytest.raises(FrozenError):
+        kernels.topk(long_scores(), k=K, plan=plan)
+    # Neither of the two has run, so the workspace is as it was.
+    assert len(driver.launches) == 1
+    kernels.topk(torch.zeros(ROWS, WIDTH), k=K)
+    assert len(driver.launches) == 2
+
+
+def test_only_order_asks_the_kernel_for_it():
+    driver, kernels = make()
+    for mode in DETERMINISM:
+        kernels.topk(torch.zeros(ROWS, WIDTH), k=K, determinism=mode)
+    kernels.topk(torch.zeros(ROWS, WIDTH), k=K)
+    found = dict(zip((*DETERMINISM, "default"), (block["ordered"] for block in blocks(kernels, driver)), strict=True))
+    assert found == {"off": 0, "set": 0, "order": 1, "default": 0}
+
+
+def test_two_threads_do_not_come_between_launches_that_share_a_workspace():
+    driver, kernels = make()
+    plan, scores = kernels.plan_topk(ROWS, LONG, K), long_scores()
+    kernels.topk(scores, k=K, plan=plan)
+    del driver.launches[:]
+    make_launch = driver.make_launch
+
+    def slow(*arguments):
+        run = make_launch(*arguments)
+
+        def wait_and_run():
+            time.sleep(0.002)  # lets the other threads come
+            run()
+
+        return wait_and_run
+
+    driver.make_launch = slow
+    kernels._topk_launcher._launches.clear()
+    outs = [ints(ROWS, K) for _ in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda out: kernels.topk(scores, k=K, plan=plan, out=out), outs))
+    symbols = [record.symbol for record in driver.launches]
+    count, select = (kernels._on(0).by_role["topk", role][0].symbol for role in ("count", "select"))
+    assert symbols == [count, select] * 8
+    destinations = [block["out"] for block in blocks(kernels, driver)]
+    assert destinations[::2] == destinations[1::2] and set(destinations) == {out.data_ptr() for out in outs}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((ROWS, LONG, 2049), r"^\[TK-04\] k: 2049, the spec declares a capacity of 2048"),
+        ((ROWS, 2**31, K), r"^\[TK-06\] scores: rows of 2147483648 exceed 2147483647"),
+        ((2.0, LONG, K), r"^\[T-12\] rows: expected a whole number, found 2.0 \(float\)"),
+        ((ROWS, "9", K), r"^\[T-12\] width: expected a whole number, found '9' \(str\)"),
+        ((ROWS, LONG, True), r"^\[T-12\] k: expected a whole number, found True \(bool\)"),
+    ],
+)
+def test_a_plan_of_sizes_that_do_not_fit_is_refused(kernels, sizes, message):
+    for make_plan in (kernels.plan_topk, kernels.topk_workspace_bytes):
+        with pytest.raises(GuardError, match=message):
+            make_plan(*sizes)
+
+
+def test_plans_are_of_the_declared_op():
+    decode = Kernels(load_spec("v32_h16"), open_driver=FakeDriver, read=fake_cubins)
+    for make_plan in (decode.plan_topk, decode.topk_workspace_bytes):
+        with pytest.raises(GuardError, match=r"^\[T-11\] topk: the spec v32_h16 declares ops sparse_decode"):
+            make_plan(1, LONG, K)
 
 
 @pytest.mark.parametrize("scores", ["fp32", "bf16"])
 def test_every_call_of_the_check_is_accepted(scores, monkeypatch):
     monkeypatch.setattr(TopkRun, "compare", lambda *_: None)
     driver, kernels = make(scores=scores, topk=MOST_SLOTS)
-    cases = [case for case in topk_cases("quick") if case.probe is Probe.PLAIN]
+    symbols = {plan.slug: plan.symbol for plan in kernels._on(0).plans}
+    cases = [case for case in topk_cases("quick", MODES) if case.probe is Probe.PLAIN]
     for case in cases:
-        case = replace(case, rows=min(case.rows, 9), width=min(case.width, 5000))
+        if not case.name.startswith("topk.body.shared."):
+            case = replace(case, rows=min(case.rows, 9), width=min(case.width, 5000))
+        del driver.launches[:]
         result, _ = run_case(TopkRun(case, lambda _: kernels, torch.device("cpu"), 1))
         assert result.status == "passed", (case.name, result.problem)
-    assert len(driver.launches) == len(cases) > 150
+        # What evidence is recorded for is what was launched.
+        launched = [record.symbol for record in driver.launches]
+        assert sorted(symbols[slug] for slug in result.slugs) == sorted(launched)
+        assert len(launched) == (2 if case.width > 65536 else 1)
+    assert len(cases) > 300
+
+
+def test_the_kernels_of_a_call_are_told_by_its_tensors():
+    driver, kernels = make()
+    by_role = kernels._on(0).by_role
+    small, large, swept = (plan.slug for plan in by_role["topk", "main"])
+    shared = tuple(by_role["topk", role][0].slug for role in ("count", "select"))
+    memory = torch.zeros(90 * 40_000)
+    for rows, width, first, wanted in (
+        (0, WIDTH, 0, ()),
+        (ROWS, 8192, 0, (small,)),
+        (ROWS, 8192, 1, (large,)),
+        (ROWS, 8188, 1, (small,)),
+        (90, 32_768, 0, (large,)),
+        (90, 32_768, 1, (swept,)),
+        (ROWS, 32_768, 1, shared),
+        (90, 40_000, 0, (swept,)),
+    ):
+        scores = memory[first : first + rows * width].view(rows, width)
+        assert kernels.topk_slugs(scores, k=K) == wanted
+        del driver.launches[:]
+        kernels.topk(scores, k=K)
+        assert tuple(record.symbol for record in driver.launches) == tuple(
+            plan.symbol for slug in wanted for plan in kernels._on(0).plans if plan.slug == slug
+        )
+    # Windows may start anywhere.
+    assert kernels.topk_slugs(torch.zeros(ROWS, 8192), k=K, starts=ints(ROWS)) == (large,)
+    with pytest.raises(GuardError, match=r"^\[TK-04\] k: 0, "):
+        kernels.topk_slugs(torch.zeros(ROWS, WIDTH), k=0)
+    with pytest.raises(GuardError, match=r"^\[T-01\] scores: expected a torch.Tensor, found list"):
+        kernels.topk_slugs([1.0], k=K)

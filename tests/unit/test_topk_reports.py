@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from test_check_topk import ModelTopk, call_again, results_of, small
-from test_runtime_topk import ROWS, WIDTH, K, ints, make
+from test_runtime_topk import LONG, ROWS, WIDTH, K, ints, make
 
 from dsagen.arch import ARCHS
 from dsagen.check.topk_cases import topk_cases
@@ -43,8 +43,8 @@ FAULTS: dict[str, Fault] = {
         (
             "host_model/test_topk.py::test_reported_rows",
             "host_model/test_topk.py::test_every_way_through_the_levels",
-            "host_model/test_topk.py::test_a_full_buffer_costs_a_sweep_and_nothing_else",
-            "host_model/test_topk.py::test_a_row_with_more_candidates_than_the_buffer_that_is_built_holds",
+            "host_model/test_topk.py::test_a_full_list_costs_a_sweep_and_no_element",
+            "host_model/test_topk.py::test_a_row_with_more_candidates_than_the_list_that_is_built_holds",
         ),
         "keeps 1024 candidates",
         ("topk.data.low_14_bits.k2048", "topk.data.low_21_bits.k2048", "topk.digit.one_digit.11_11"),
@@ -94,6 +94,8 @@ FAULTS: dict[str, Fault] = {
         "The device's own figures decide when a plan is made, and what does not fit is refused there.",
         (
             "unit/test_topk_family.py::test_a_plan_that_breaks_a_limit_is_refused_with_the_slug",
+            "unit/test_topk_family.py::test_a_row_that_does_not_fit_its_block_is_refused",
+            "unit/test_runtime_topk.py::test_a_lent_workspace_must_fit",
             "unit/test_topk_reports.py::test_plans_fit_the_smallest_shared_memory",
             "unit/test_runtime_topk.py::test_capture_needs_a_loaded_kernel",
         ),
@@ -112,16 +114,20 @@ FAULTS: dict[str, Fault] = {
     ),
     "stale scratch": Fault(
         "A captured graph keeps the address of scratch memory that was given back and serves others at the replay.",
-        "A call allocates nothing but a missing output; workspaces belong to plans.",
+        "A call with a plan allocates nothing but a missing output; workspaces belong to plans.",
         (
             "unit/test_topk_reports.py::test_memory_is_written_over_between_capture_and_replay",
             "unit/test_topk_reports.py::test_a_call_with_its_output_allocates_nothing",
+            "unit/test_runtime_topk.py::test_capture_needs_a_plan_of_rows_that_blocks_share",
         ),
     ),
     "another order each time": Fault(
         "Ranks select the same set in different orders, since slots go to whoever comes first.",
-        "One order for everyone: ascending.",
-        ("host_model/test_topk.py::test_results_do_not_depend_on_the_schedule",),
+        "Whoever asks for order gets the one that is the same for everyone: ascending.",
+        (
+            "host_model/test_topk.py::test_results_do_not_depend_on_the_schedule",
+            "unit/test_runtime_topk.py::test_only_order_asks_the_kernel_for_it",
+        ),
         "is not the same each time",
         ("topk.repeated.normal", "topk.repeated.low_10_bits"),
     ),
@@ -130,7 +136,7 @@ FAULTS: dict[str, Fault] = {
         "Bounds hold for any length, and a fault names op, kernel and arguments.",
         (
             "emulator/test_conformance_emulated.py::test_case",
-            "host_model/test_topk.py::test_the_kernel_that_is_built",
+            "host_model/test_topk.py::test_the_kernels_that_are_built",
             "unit/test_runtime_topk.py::test_a_failing_launch_names_op_kernel_and_arguments",
             "unit/test_runtime_launch.py::test_debug_sync_finds_the_kernel_that_faults",
         ),
@@ -234,14 +240,19 @@ def test_memory_is_written_over_between_capture_and_replay(monkeypatch):
     assert all(int(tensor.min()) == 0xFF for tensor in churn(TopkRun(case, None, torch.device("cpu"), 1)))
 
 
-def test_a_call_with_its_output_allocates_nothing(monkeypatch):
-    _, kernels = make()
-    scores, out = torch.zeros(ROWS, WIDTH), ints(ROWS, K)
-    kernels.topk(scores, k=K, out=out)
+@pytest.mark.parametrize("width", [WIDTH, LONG])
+@pytest.mark.parametrize("planned", [False, True])
+def test_a_call_with_its_output_allocates_nothing(monkeypatch, width, planned):
+    driver, kernels = make()
+    scores, out = torch.zeros(ROWS, width), ints(ROWS, K)
+    plan = kernels.plan_topk(ROWS, width, K) if planned else None
+    kernels.topk(scores, k=K, out=out, plan=plan)
+    launches = len(driver.launches)
 
     def refuse(*_, **__):
         raise AssertionError("a call allocates")
 
     for name in ("empty", "zeros", "full", "empty_like", "empty_strided"):
         monkeypatch.setattr(torch, name, refuse)
-    assert kernels.topk(scores, k=K, out=out) is out
+    assert kernels.topk(scores, k=K, out=out, plan=plan) is out
+    assert len(driver.launches) == 2 * launches == (4 if width == LONG else 2)

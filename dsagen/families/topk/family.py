@@ -185,7 +185,7 @@ def _plan(
         params=params,
         params_bytes=params_bytes,
         grid="rows * parts" if splits else "rows",
-        overlaps_previous=variant.kernel == SELECT,
+        overlaps_previous=variant.kernel == SELECT and arch.has_pdl,
         guards=checked(guards, all_values, _C_NAMES),
         budget=(
             *budget,

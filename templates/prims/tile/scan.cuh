@@ -1,5 +1,6 @@
 // Prefix sums over the threads of a block.
 #pragma once
+#include "prims/ptx/block.cuh"
 #include "prims/ptx/memory.cuh"
 #include "prims/ptx/reduce.cuh"
 #include "prims/ptx/thread.cuh"
@@ -26,7 +27,7 @@ DSA_DEVICE u32 block_exclusive_sum(u32 value, u32 warp_sums, u32& total) {
   const int thread = ptx::thread_index(), lane = thread % 32, warp = thread / 32;
   const u32 inclusive = warp_inclusive_sum(value, lane);
   if (lane == 31) ptx::store_shared_4(warp_sums + 4 * warp, inclusive);
-  ptx::barrier_sync(0, kThreads);
+  ptx::block_sync();
   const u32 sum = lane < kWarps ? ptx::load_shared_4(warp_sums + 4 * lane) : 0;
   total = ptx::warp_sum(sum);
   return ptx::warp_sum(lane < warp ? sum : 0) + inclusive - value;

@@ -5,7 +5,9 @@
 
 namespace ptx {
 
+// Whatever fp32 arithmetic makes of NaN is this one on a device; here its sign would be an operand's, or set.
 DSA_DEVICE u32 bits_of(float x) {
+  if (x != x) return 0x7fffffff;
   u32 bits;
   __builtin_memcpy(&bits, &x, 4);
   return bits;

@@ -1,0 +1,182 @@
+"""The methods of loaded kernels that fill and read caches."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from dsagen.arch import arch
+from dsagen.families.kv_cache.family import EXTRA
+from dsagen.families.kv_cache.op import RowsShape, explain_call
+from dsagen.guard import require_bool
+from dsagen.runtime.device_kernels import DeviceKernels
+from dsagen.runtime.driver import Driver
+from dsagen.runtime.kv_cache import (
+    OP,
+    bind_convert,
+    bind_read,
+    bind_write,
+    cache_of,
+    check_slots,
+    make_out,
+    out_arguments,
+)
+from dsagen.runtime.launch import Number, ReadyLaunches
+from dsagen.runtime.loader import Loader
+from dsagen.spec import DeploymentSpec
+
+
+class CacheOps(ABC):
+    """kv_write, kv_read and kv_convert over what `Kernels` provides."""
+
+    spec: DeploymentSpec
+    _driver: Driver
+    _loader: Loader
+    _launches: ReadyLaunches
+    _checks_values: bool
+
+    @abstractmethod
+    def _require_op(self, op: str) -> None:
+        """GuardError for an op that the spec does not declare."""
+
+    @abstractmethod
+    def _refuse_capture(self, ordinal: int) -> None:
+        """GuardError while a CUDA graph is captured, for what waits for the device."""
+
+    @abstractmethod
+    def _on(self, ordinal: int) -> DeviceKernels:
+        """The deployment's kernels for a device."""
+
+    def kv_write(
+        self,
+        rows: torch.Tensor,
+        k_cache: torch.Tensor,
+        slots: torch.Tensor,
+        *,
+        k_pe: torch.Tensor | None = None,
+        kpe_cache: torch.Tensor | None = None,
+        extra: bool = False,
+    ) -> None:
+        """Quantise rows by the spec's rule and store them in a cache, on the current stream.
+
+        - rows: [rows, d_qk] of the spec's `kv_write.rows`, at multiples of 16 B; [rows, d_nope] beside k_pe
+        - k_cache: [pages, page_size, 1, columns] of the spec's KV format, pages any multiple of 16 bytes apart
+        - slots: int32 or int64 [rows], page x page_size + offset; a negative one skips its row, one past the pool too
+          (with DSAGEN_CHECK_INDICES it is an error). A slot that occurs twice gets a mixture of its rows
+        - k_pe: [rows, d_rope], the rotary dims where they come apart
+        - kpe_cache: the rotary dims' cache, for a format that has one
+        - extra: write the spec's second cache
+
+        Nothing but the named slots is written. Raises GuardError for what does not fit, FrozenError when the kernel
+        would have to be loaded during capture or after freeze(), DeviceError when the driver refuses.
+        """
+        self._require_op(OP)
+        record, write = cache_of(self.spec, require_bool("extra", extra)), self.spec.kv_write
+        assert write is not None
+        tensors = {"rows": rows, "k_cache": k_cache, "slots": slots, "k_pe": k_pe, "kpe_cache": kpe_cache}
+        arguments = bind_write(tensors, record, write.rows, self._driver)
+        ordinal = self._ordinal_of(rows)
+        self._check_slots(ordinal, {"slots": (slots, arguments["pool_tokens"])})
+        self._launch_rows("write", extra, ordinal, arguments, tensors.values())
+
+    def kv_read(
+        self,
+        k_cache: torch.Tensor,
+        *,
+        slots: torch.Tensor | None = None,
+        block_table: torch.Tensor | None = None,
+        row_starts: torch.Tensor | None = None,
+        token_starts: torch.Tensor | None = None,
+        rows: int | None = None,
+        kpe_cache: torch.Tensor | None = None,
+        extra: bool = False,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Rows of a cache as bf16 [rows, d_qk], each code times its scale in fp32, on the current stream.
+
+        - k_cache, kpe_cache, extra: as for kv_write
+        - slots: int32 or int64 [rows]; or, in place of it,
+        - block_table: int32 [requests, pages], with row_starts: int32 [requests + 1], the first row of each request and
+          the end of the last, and `rows` in all; token_starts: int32 [requests], the position of a request's first row
+        - out: allocated where not given
+
+        A row without a slot in the pool is zeros. Raises as kv_write does.
+        """
+        self._require_op(OP)
+        record = cache_of(self.spec, require_bool("extra", extra))
+        tensors = {
+            "k_cache": k_cache,
+            "kpe_cache": kpe_cache,
+            "slots": slots,
+            "block_table": block_table,
+            "row_starts": row_starts,
+            "token_starts": token_starts,
+            "out": out,
+        }
+        arguments = bind_read(tensors, record, rows, self._driver)
+        ordinal = self._ordinal_of(k_cache)
+        self._check_slots(ordinal, {"slots": (slots, arguments["pool_tokens"])})
+        result = make_out(out, int(arguments["rows_count"]), record, k_cache.device)
+        operands = {**tensors, "out": result}.values()
+        self._launch_rows("read", extra, ordinal, {**arguments, **out_arguments(result)}, operands)
+        return result
+
+    def kv_convert(
+        self,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        *,
+        source_slots: torch.Tensor | None = None,
+        target_slots: torch.Tensor | None = None,
+        extra: bool = False,
+    ) -> None:
+        """Copy tokens from a pool in the other layout of the spec's KV format into one in the spec's own.
+
+        - source, target: [pages, page_size, 1, columns], of any page sizes and strides
+        - source_slots, target_slots: int32 or int64 [rows], both or neither: then token i of the source becomes token i
+          of the target. Slots that are negative or past their pool are left out
+        - extra: of the spec's second cache
+
+        Bytes are moved, not decoded. Raises as kv_write does.
+        """
+        self._require_op(OP)
+        record = cache_of(self.spec, require_bool("extra", extra))
+        slots = {"source_slots": source_slots, "target_slots": target_slots}
+        arguments = bind_convert({"source": source, "target": target, **slots}, record, self._driver)
+        ordinal = self._ordinal_of(source)
+        pools = ("source_tokens", "target_tokens")
+        self._check_slots(ordinal, {n: (t, arguments[p]) for (n, t), p in zip(slots.items(), pools, strict=True)})
+        self._launch_rows("convert", extra, ordinal, arguments, (source, target, *slots.values()))
+
+    def _check_slots(self, ordinal: int, slots: Mapping[str, tuple[torch.Tensor | None, Number]]) -> None:
+        if self._checks_values:
+            self._refuse_capture(ordinal)
+            for name, (tensor, pool_tokens) in slots.items():
+                check_slots(name, tensor, pool_tokens)
+
+    def _launch_rows(
+        self,
+        role: str,
+        extra: bool,
+        ordinal: int,
+        arguments: Mapping[str, Number],
+        operands: Iterable[torch.Tensor | None],
+    ) -> None:
+        shape = RowsShape(int(arguments["rows_count"]))
+        if shape.rows:
+            (plan,) = self._on(ordinal).by_role[OP, role + EXTRA if extra else role]
+            kernel, stream = self._loader.load(plan, ordinal), self._driver.current_stream(ordinal)
+            self._launches.launch(OP, [kernel], shape.blocks, stream, arguments, tuple(operands))
+
+    def _explain_rows(self, ordinal: int, rows: int) -> str:
+        """What calls of the cache ops with that many rows take."""
+        on = self._on(ordinal)
+        plans = [plan for (op, _), plans in on.by_role.items() if op == OP for plan in plans]
+        return explain_call(plans, RowsShape(rows), arch(on.arch))
+
+    def _ordinal_of(self, tensor: torch.Tensor) -> int:
+        ordinal = self._driver.ordinal(tensor.device)
+        assert ordinal is not None, "a bound tensor lies on a device"
+        return ordinal

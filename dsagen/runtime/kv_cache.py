@@ -1,0 +1,303 @@
+"""The cache ops on torch tensors: what a call must bring, and the arguments that follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from dsagen.division import page_divisor
+from dsagen.errors import GuardError
+from dsagen.families.kv_cache.geometry import ROW_TYPES, other_layout
+from dsagen.families.kv_cache.guards import (
+    COUNT_GUARD,
+    POOL_GUARDS,
+    ROW_GUARD,
+    SAME_POOL_GUARD,
+    SLOT_GUARD,
+    TABLE_GUARD,
+)
+from dsagen.guard import check, require_int
+from dsagen.kv_format import KvFormat
+from dsagen.runtime.driver import Driver
+from dsagen.runtime.launch import Number
+from dsagen.runtime.tensors import (
+    TensorRule,
+    require,
+    require_device,
+    require_memory,
+    require_no_overlap,
+    require_plain,
+    require_separate_elements,
+    span_bytes,
+)
+from dsagen.spec import DeploymentSpec
+
+OP = "kv_cache"
+_SLOT_DTYPES = ("int32", "int64")
+
+Tensors = Mapping[str, Any]
+
+
+class Pool(NamedTuple):
+    """One checked cache tensor."""
+
+    address: int
+    pages: int
+    page_size: int
+    page_stride_bytes: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that slots can name."""
+        return self.pages * self.page_size
+
+
+def cache_of(spec: DeploymentSpec, extra: bool) -> KvFormat:
+    """The format of the first or the second cache; GuardError without a second one."""
+    if not extra:
+        return spec.kv_format
+    if spec.extra_kv_format is None:
+        raise GuardError(f"[T-17] extra: the spec {spec.name} declares no second cache: leave it out, or add extra_kv")
+    return spec.extra_kv_format
+
+
+def bind_write(t: Tensors, record: KvFormat, row_type: str, driver: Driver) -> dict[str, Number]:
+    """The arguments of a write; GuardError for the first thing that does not fit.
+
+    `t` has rows, k_cache and slots, and k_pe and kpe_cache or None.
+    """
+    given = _require_kinds(t, ("rows", "k_cache", "slots"), driver)
+    _require_parts(t, record)
+    apart = t["k_pe"] is not None
+    if apart and not record.d_rope:
+        raise GuardError(f"[T-17] k_pe: format {record.format_id} has no rotary dims of its own: pass whole rows")
+    dtype = ROW_TYPES[row_type].torch_dtypes
+    width = record.d_nope if apart else record.d_qk
+    require(TensorRule("rows", dtype, "[rows, d_nope]" if apart else "[rows, d_qk]", (None, width)), t["rows"])
+    count = int(t["rows"].shape[0])
+    if apart:
+        require(TensorRule("k_pe", dtype, "[rows, d_rope]", (count, record.d_rope)), t["k_pe"])
+        _require_rows("k_pe", t["k_pe"])
+    _require_rows("rows", t["rows"])
+    require(TensorRule("slots", _SLOT_DTYPES, "[rows]", (count,)), t["slots"])
+    pools = _pool_arguments(t, record)
+    require_no_overlap({"k_cache", "kpe_cache"}, given, {name: span_bytes(tensor) for name, tensor in given})
+    return {
+        "rows": t["rows"].data_ptr(),
+        "row_stride": _row_stride(t["rows"]),
+        "k_pe": t["k_pe"].data_ptr() if apart else 0,
+        "k_pe_stride": _row_stride(t["k_pe"]) if apart else 0,
+        **_slot_arguments(t["slots"]),
+        "rows_count": count,
+        **pools,
+    }
+
+
+def bind_read(t: Tensors, record: KvFormat, rows: int | None, driver: Driver) -> dict[str, Number]:
+    """The arguments of a read but for out; GuardError for the first thing that does not fit.
+
+    `t` has k_cache, and kpe_cache, slots, block_table, row_starts, token_starts and out or None.
+    """
+    given = _require_kinds(t, ("k_cache",), driver)
+    _require_parts(t, record)
+    count = _read_rows(t, rows)
+    check([COUNT_GUARD], {"rows": count}, name="rows")
+    pools = _pool_arguments(t, record)
+    if t["out"] is not None:
+        require(TensorRule("out", ("bfloat16",), "[rows, d_qk]", (count, record.d_qk)), t["out"])
+        require_separate_elements("out", t["out"])
+        _require_rows("out", t["out"])
+    require_no_overlap({"out"}, given, {name: span_bytes(tensor) for name, tensor in given})
+    return {"rows_count": count, **_slot_arguments(t["slots"]), **_table_arguments(t), **pools}
+
+
+def make_out(out: torch.Tensor | None, rows: int, record: KvFormat, device: torch.device) -> torch.Tensor:
+    """The rows' destination as given, or new: bf16 [rows, d_qk]."""
+    return torch.empty((rows, record.d_qk), dtype=torch.bfloat16, device=device) if out is None else out
+
+
+def out_arguments(out: torch.Tensor) -> dict[str, Number]:
+    """Where a read writes."""
+    return {"out": out.data_ptr(), "out_stride": _row_stride(out)}
+
+
+def bind_convert(t: Tensors, record: KvFormat, driver: Driver) -> dict[str, Number]:
+    """The arguments of a conversion into `record` from its other layout; GuardError for what does not fit.
+
+    `t` has source and target, and source_slots and target_slots or None.
+    """
+    other = other_layout(record)
+    if other is None:
+        raise GuardError(f"[T-17] kv_convert: format {record.format_id} has one layout: there is nothing to convert")
+    given = _require_kinds(t, ("source", "target"), driver)
+    pools = {"source": _pool("source", t["source"], other), "target": _pool("target", t["target"], record)}
+    slots = {name: t[f"{name}_slots"] for name in pools}
+    if (slots["source"] is None) != (slots["target"] is None):
+        raise GuardError("[T-17] source_slots, target_slots: one without the other: pass both, or neither")
+    if slots["source"] is None:
+        count = pools["source"].tokens
+        if count > pools["target"].tokens:
+            raise GuardError(
+                f"[T-17] target: its {pools['target'].tokens} tokens do not hold the source's {count}: pass slots, or "
+                "a larger target"
+            )
+    else:
+        require(TensorRule("source_slots", _SLOT_DTYPES, "[rows]", (None,)), slots["source"])
+        count = int(slots["source"].shape[0])
+        require(TensorRule("target_slots", _SLOT_DTYPES, "[rows]", (count,)), slots["target"])
+    check([COUNT_GUARD], {"rows": count}, name="source_slots")
+    require_no_overlap({"target"}, given, {name: span_bytes(tensor) for name, tensor in given})
+    arguments: dict[str, Number] = {"rows_count": count}
+    for name, pool in pools.items():
+        multiplier, shift = page_divisor(pool.page_size)
+        arguments |= {
+            name: pool.address,
+            f"{name}_stride_bytes": pool.page_stride_bytes,
+            f"{name}_slots": 0 if slots[name] is None else _address(slots[name]),
+            f"{name}_wide": int(slots[name] is not None and slots[name].dtype is torch.int64),
+            f"{name}_tokens": pool.tokens,
+            f"{name}_page_size": pool.page_size,
+            f"{name}_multiplier": multiplier,
+            f"{name}_shift": shift,
+        }
+    return arguments
+
+
+def check_slots(name: str, slots: torch.Tensor | None, pool_tokens: Number) -> None:
+    """Refuse slots past the pool. Waits for the device."""
+    if slots is None or not slots.numel():
+        return
+    bad = slots >= pool_tokens
+    if bool(bad.any()):
+        row = int(bad.nonzero()[0])
+        values = {"slot": int(slots[row]), "pool_tokens": int(pool_tokens)}
+        check([SLOT_GUARD], values, name=name, row=row, count=int(bad.sum()))
+
+
+def _require_kinds(t: Tensors, needed: tuple[str, ...], driver: Driver) -> list[tuple[str, Any]]:
+    """Plain tensors on one CUDA device, the needed ones among them."""
+    given = [(name, tensor) for name, tensor in t.items() if tensor is not None or name in needed]
+    for name, tensor in given:
+        require_plain(name, tensor)
+    first, tensor = next((name, tensor) for name, tensor in given if name == needed[0])
+    if driver.ordinal(tensor.device) is None:
+        raise GuardError(f"[T-03] {first}: on {tensor.device}, expected a CUDA device: move it with {first}.to('cuda')")
+    for name, other in given:
+        require_device(name, other, tensor.device, first)
+        require_memory(name, other)
+    return given
+
+
+def _require_parts(t: Tensors, record: KvFormat) -> None:
+    wanted = len(record.tensors) > 1
+    if wanted == (t["kpe_cache"] is not None):
+        return
+    if wanted:
+        raise GuardError(f"[T-17] kpe_cache: format {record.format_id} keeps rotary dims in their own tensor: pass it")
+    raise GuardError(f"[T-17] kpe_cache: format {record.format_id} has one tensor: leave it out")
+
+
+def _pool_arguments(t: Tensors, record: KvFormat) -> dict[str, Number]:
+    pool = _pool("k_cache", t["k_cache"], record, record.segment("values").tensor)
+    multiplier, shift = page_divisor(pool.page_size)
+    arguments: dict[str, Number] = {
+        "cache": pool.address,
+        "page_stride_bytes": pool.page_stride_bytes,
+        "rope_cache": 0,
+        "rope_page_stride_bytes": 0,
+        "pool_tokens": pool.tokens,
+        "page_size": pool.page_size,
+        "page_multiplier": multiplier,
+        "page_shift": shift,
+    }
+    if t["kpe_cache"] is not None:
+        rope = _pool("kpe_cache", t["kpe_cache"], record, record.segment("rope").tensor)
+        values = {"pages": rope.pages, "page_size": rope.page_size}
+        values |= {"other_pages": pool.pages, "other_page_size": pool.page_size}
+        check([SAME_POOL_GUARD], values, name="kpe_cache", other="k_cache")
+        arguments |= {"rope_cache": rope.address, "rope_page_stride_bytes": rope.page_stride_bytes}
+    return arguments
+
+
+def _pool(name: str, tensor: torch.Tensor, record: KvFormat, part: str | None = None) -> Pool:
+    """The geometry of a pool. Strides of a single page, or of one-token pages, are what they would be."""
+    rule = record.cache_tensor(part)
+    columns = f"[pages, page_size, 1, columns of KV format {record.format_id}]"
+    require(TensorRule(name, rule.dtypes, columns, (None, None, 1, rule.columns)), tensor)
+    pages, page_size = int(tensor.shape[0]), int(tensor.shape[1])
+    page_bytes = record.page_bytes(page_size, rule.name)
+    page_stride, row_stride = (int(stride) * tensor.element_size() for stride in tensor.stride()[:2])
+    pool = Pool(tensor.data_ptr(), pages, page_size, page_stride if pages > 1 else page_bytes)
+    values = {
+        "pages": pages,
+        "page_size": page_size,
+        "pool_tokens": pool.tokens,
+        "address": pool.address,
+        # Bases and strides are multiples of 16 B; what a single page's stride would be need not be.
+        "page_stride_bytes": page_stride if pages > 1 else 0,
+        "row_stride_bytes": row_stride if page_size > 1 else rule.logical_stride_bytes,
+        "logical_stride_bytes": rule.logical_stride_bytes,
+        "page_bytes": page_bytes,
+    }
+    check(POOL_GUARDS, values, name=name)
+    return pool
+
+
+def _read_rows(t: Tensors, rows: int | None) -> int:
+    """How many rows a read gives: a slot list says it, a block table does not."""
+    with_table = (t["block_table"], t["row_starts"], rows)
+    if t["slots"] is not None:
+        if any(item is not None for item in (*with_table, t["token_starts"])):
+            raise GuardError("[T-17] slots: given with block_table, row_starts, token_starts or rows: pass either")
+        require(TensorRule("slots", _SLOT_DTYPES, "[rows]", (None,)), t["slots"])
+        return int(t["slots"].shape[0])
+    if any(item is None for item in with_table):
+        raise GuardError("[T-17] kv_read: pass slots, or block_table with row_starts and rows")
+    count = require_int("rows", rows)
+    if count < 0:
+        raise GuardError(f"[T-17] rows: {count} is negative: pass how many rows row_starts ends with")
+    require(TensorRule("block_table", ("int32",), "[requests, pages]", (None, None)), t["block_table"])
+    requests, columns = (int(size) for size in t["block_table"].shape)
+    check([TABLE_GUARD], {"requests": requests, "columns": columns})
+    require(TensorRule("row_starts", ("int32",), "[requests + 1]", (requests + 1,)), t["row_starts"])
+    if t["token_starts"] is not None:
+        require(TensorRule("token_starts", ("int32",), "[requests]", (requests,)), t["token_starts"])
+    return count
+
+
+def _slot_arguments(slots: torch.Tensor | None) -> dict[str, Number]:
+    if slots is None:
+        return {"slots": 0, "slots_wide": 0}
+    return {"slots": _address(slots), "slots_wide": int(slots.dtype is torch.int64)}
+
+
+def _table_arguments(t: Tensors) -> dict[str, Number]:
+    table, starts = t["block_table"], t["token_starts"]
+    if table is None:
+        names = ("block_table", "table_stride", "table_columns", "requests", "row_starts", "token_starts")
+        return dict.fromkeys(names, 0)
+    return {
+        "block_table": table.data_ptr(),
+        "table_stride": _row_stride(table),
+        "table_columns": int(table.shape[1]),
+        "requests": int(table.shape[0]),
+        "row_starts": t["row_starts"].data_ptr(),
+        "token_starts": 0 if starts is None else _address(starts),
+    }
+
+
+def _address(tensor: torch.Tensor) -> int:
+    # An empty list has no address, and a null one would mean that there is none.
+    return tensor.data_ptr() or 1
+
+
+def _row_stride(tensor: torch.Tensor) -> int:
+    return int(tensor.stride(0)) if tensor.shape[0] > 1 else 0
+
+
+def _require_rows(name: str, tensor: torch.Tensor) -> None:
+    check([COUNT_GUARD], {"rows": int(tensor.shape[0])}, name=name)
+    stride = _row_stride(tensor) * tensor.element_size()
+    check([ROW_GUARD], {"address": tensor.data_ptr(), "row_stride_bytes": stride}, name=name)
