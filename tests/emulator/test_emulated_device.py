@@ -206,12 +206,12 @@ def test_a_check_is_evidence_of_the_emulated_rung(
     assert report.conformant and report.place == "emulator as sm_90a"
     units = [render(plan) for plan in expand(spec).plans()]
     rows = read_rows(file)
-    wanted = [("emulator", "sm_90a", 0, "quick")] * len(units)
-    assert [(row.device, row.arch, row.failed, row.tier) for row in rows] == wanted
+    assert {(row.device, row.arch, row.failed, row.tier) for row in rows} == {("emulator", "sm_90a", 0, "quick")}
     assert rows[0].driver.startswith("vm-") and rows[0].not_run == report.count("not_run") > 0
-    for unit in units:
-        status = rung(unit, rows, Store.open().lookup(unit))
-        assert (status.rung, str(status)) == (Rung.EMULATED, "emulated")
+    # Kernels that no case has launched stay as they are.
+    statuses = [rung(unit, rows, Store.open().lookup(unit)) for unit in units]
+    assert [str(s) for s in statuses if s.rung is Rung.EMULATED] == ["emulated"] * len(rows)
+    assert {s.rung for s in statuses} == {Rung.EMULATED, Rung.COMPILED}
 
 
 # ---- the command line

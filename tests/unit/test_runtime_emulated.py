@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import struct
 from pathlib import Path
 from types import SimpleNamespace
@@ -176,7 +177,9 @@ def test_cases_beyond_the_limit_are_told_apart():
     for name in shipped_specs():
         spec = load_spec(name)
         decode, topk = decode_cases("quick", 64, spec.kv_format.record_bytes), topk_cases("quick")
-        assert [case.name for case in (*decode, *topk) if too_large(spec, case)] == []
+        refused = [case.name for case in (*decode, *topk) if too_large(spec, case)]
+        # Calls that fill a device, many times over.
+        assert [name for name in refused if not re.fullmatch(r"topk\.body\..*\.repeated", name)] == []
     spec = load_spec("v32_h16")
     refused = {case.name: too_large(spec, case) for case in decode_cases("full", 64, 656)}
     assert refused["large.far_pool"].startswith("too large for the emulator: 5,368,")
