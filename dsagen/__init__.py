@@ -1,6 +1,6 @@
 """dsagen compiles a deployment's declaration to exactly the sparse-attention kernels that it needs.
 
-`load(spec)` gives the kernels of a deployment on a device, `DeploymentSpec` is the declaration. Both are imported on
+`load(spec)` gives the kernels of a deployment on a device, `DeploymentSpec` is the declaration. All are imported on
 first use, so that `import dsagen` is cheap and needs neither torch nor a toolkit nor a driver.
 """
 
@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dsagen.runtime.api import Kernels, load
+    from dsagen.runtime.emulated import EmulatorOptions
     from dsagen.runtime.sparse_decode import SparseDecodePlan
     from dsagen.spec import DeploymentSpec
 
 __version__ = "0.1.0"
 
-__all__ = ["DeploymentSpec", "Kernels", "SparseDecodePlan", "__version__", "load"]
+__all__ = ["DeploymentSpec", "EmulatorOptions", "Kernels", "SparseDecodePlan", "__version__", "load"]
 
 _HOME = {
     "DeploymentSpec": "dsagen.spec",
+    "EmulatorOptions": "dsagen.runtime.emulated",
     "Kernels": "dsagen.runtime.api",
     "SparseDecodePlan": "dsagen.runtime.sparse_decode",
     "load": "dsagen.runtime.api",

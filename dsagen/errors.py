@@ -24,6 +24,10 @@ class GuardError(DsagenError, ValueError):
     exit_code = 2
 
 
+class EmulatorLimitError(GuardError):
+    """A launch that is larger than the emulator takes."""
+
+
 class KnobError(DsagenError, ValueError):
     """An environment knob holds a value that it does not allow."""
 

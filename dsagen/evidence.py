@@ -21,6 +21,7 @@ from typing import Any, Literal
 from dsagen import knobs
 from dsagen.build import Store, StoreEntry
 from dsagen.build.key import compile_flags
+from dsagen.emulator import DEVICE as EMULATOR  # rows of emulated runs carry it as their device
 from dsagen.errors import StoreError
 from dsagen.render import RenderedUnit
 
@@ -28,8 +29,6 @@ _LOG = logging.getLogger(__name__)
 
 Kind = Literal["conformance", "benchmark", "sanitizer"]
 KINDS: tuple[Kind, ...] = ("conformance", "benchmark", "sanitizer")
-# The device name that rows of emulated runs carry.
-EMULATOR = "emulator"
 # Flags that leave every instruction as it is: line tables, what is printed, which output is kept.
 _INERT_FLAGS = frozenset({"-ptx", "-lineinfo", "--generate-line-info", "-v", "-warn-spills", "-warn-lmem-usage"})
 

@@ -21,6 +21,8 @@ from dsagen.errors import KnobError
 T = TypeVar("T")
 
 PREFIX = "DSAGEN_"
+# Threads of the host that the emulator starts at most.
+MOST_HOST_THREADS = 1024
 LOG_LEVELS = ("quiet", "error", "warning", "info", "debug")
 
 _LEAST_GIGABYTES, _MOST_GIGABYTES = 0.001, 1e6
@@ -113,6 +115,24 @@ def _parse_bool(text: str) -> bool:
 def _parse_jobs(text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < 1:
         raise ValueError("expected a whole number of parallel compile jobs, 1 or more")
+    return int(text)
+
+
+def _parse_count(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < 1:
+        raise ValueError("expected a whole number from 1 to 999999999")
+    return int(text)
+
+
+def _parse_threads(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,4}", text) or not 1 <= int(text) <= MOST_HOST_THREADS:
+        raise ValueError(f"expected a whole number from 1 to {MOST_HOST_THREADS}")
+    return int(text)
+
+
+def _parse_seed(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,19}", text) or int(text) >= 1 << 63:
+        raise ValueError("expected a whole number from 0 to 2^63 - 1")
     return int(text)
 
 
@@ -277,6 +297,34 @@ PEER_SITE: Knob[str | None] = Knob(
     "Folder appended to the import path while `dsagen bench` looks for the kernel libraries that it compares with.",
     _parse_existing_folder,
 )
+EMULATOR_SEED: Knob[int] = Knob(
+    "DSAGEN_EMULATOR_SEED",
+    "int >= 0",
+    0,
+    "Order in which the emulator runs warps and lands copies: 0 in turn, any other drawn, and each time the same.",
+    _parse_seed,
+)
+EMULATOR_RACES: Knob[bool] = Knob(
+    "DSAGEN_EMULATOR_RACES",
+    "bool",
+    True,
+    "0: the emulator does not look for accesses that nothing orders; its other checks stay.",
+    _parse_bool,
+)
+EMULATOR_THREADS: Knob[int | None] = Knob(
+    "DSAGEN_EMULATOR_THREADS",
+    "int 1 to 1024",
+    None,
+    "Threads of the host that share a launch's CTAs on the emulator. Default: the usable cores.",
+    _parse_threads,
+)
+EMULATOR_MOST_CTAS: Knob[int] = Knob(
+    "DSAGEN_EMULATOR_MOST_CTAS",
+    "int >= 1",
+    4096,
+    "CTAs of a launch that the emulator takes; a larger one is an error instead of a wait of minutes.",
+    _parse_count,
+)
 
 _KNOBS: tuple[Knob[Any], ...] = (
     CACHE_DIR,
@@ -291,6 +339,10 @@ _KNOBS: tuple[Knob[Any], ...] = (
     DEBUG_SYNC,
     CHECK_INDICES,
     PEER_SITE,
+    EMULATOR_SEED,
+    EMULATOR_RACES,
+    EMULATOR_THREADS,
+    EMULATOR_MOST_CTAS,
 )
 
 # Variables of other tools that dsagen reads as they are, and why. The NVCC and CPATH ones change what nvcc emits.

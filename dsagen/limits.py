@@ -92,8 +92,8 @@ LOAD_GUARDS: tuple[Guard, ...] = (
 CALL_RULES: Mapping[str, str] = {
     "T-01": "a tensor is a plain torch.Tensor or Parameter: no subclass, no FakeTensor, nothing else",
     "T-02": "no tensor requires grad: the ops have no backward",
-    "T-03": "q (scores of topk, the first tensor of a cache op) is on a CUDA device and every other tensor on the same "
-    "one, a workspace on its plan's",
+    "T-03": "q (scores of topk, the first tensor of a cache op) is on a CUDA device (with device='emulator' on the "
+    "CPU) and every other tensor on the same one, a workspace on its plan's",
     "T-04": "a tensor has the dtype that the op, or the spec's KV format, gives it",
     "T-05": "a tensor has the op's number of dims",
     "T-06": "dims that the spec or another tensor fixes have that size",
@@ -102,7 +102,8 @@ CALL_RULES: Mapping[str, str] = {
     "T-09": "a plan was made by these kernels, for the batch, s_q, topk and device of the tensors",
     "T-10": "a plan is launched on one stream, until it is bound anew",
     "T-11": "an op is one that the spec declares",
-    "T-12": "sizes, k and num_splits are whole numbers, drop_neg_inf is a bool, softmax_scale is a finite fp32 number",
+    "T-12": "sizes, k, num_splits and the emulator's seed and threads are whole numbers, drop_neg_inf is a bool, "
+    "softmax_scale is a finite fp32 number",
     "T-13": "DSAGEN_CHECK_INDICES, which waits for the device, is not set during CUDA graph capture",
     "T-14": "a tensor's values lie in strided memory as they are: no sparse or nested layout, no freed storage, no "
     "transform of torch around it, no negation that is still to be done",
@@ -110,4 +111,5 @@ CALL_RULES: Mapping[str, str] = {
     "T-16": "explain of topk takes the width of a row",
     "T-17": "a cache op has the tensors that its format and its other arguments ask for: kpe_cache where rotary dims "
     "have their own, k_pe where there are any, slots or a block table, slots of both pools or of neither",
+    "T-18": "on the emulator a launch has at most DSAGEN_EMULATOR_MOST_CTAS CTAs",
 }

@@ -74,13 +74,17 @@ class SmemField:
 
 @dataclass(frozen=True)
 class ParamField:
-    """One member of the kernel's parameter struct. For pointers `target` is what they point to, such as `const i32`."""
+    """One member of the kernel's parameter struct. For pointers `target` is what they point to, such as `const i32`.
+
+    `kept`: the kernel reads there what was left by launches before; what it may write is otherwise written first.
+    """
 
     name: str
     ctype: str
     note: str
     target: str = ""
     offset_bytes: int = -1
+    kept: bool = False
 
     @property
     def size_bytes(self) -> int:

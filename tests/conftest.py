@@ -18,6 +18,9 @@ NOT_RUN: dict[str, list[str]] = {"gpu": [], "compile": []}
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden and the README's tables")
+    parser.addoption(
+        "--all-mutants", action="store_true", help="every mutant of every kernel, with all schedules; every arch"
+    )
 
 
 def _missing() -> dict[str, str]:
@@ -33,7 +36,12 @@ def _missing() -> dict[str, str]:
     return missing
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        # With `--dist loadgroup` a file's tests share a worker, and what they have compiled, unless they say otherwise.
+        if item.get_closest_marker("spread") is None:
+            item.add_marker(pytest.mark.xdist_group(str(item.path)))
     for marker, why in _missing().items():
         for item in items:
             if item.get_closest_marker(marker) is not None:
@@ -58,6 +66,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def session_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The kernel store of this test run."""
     return tmp_path_factory.mktemp("store")
+
+
+@pytest.fixture(scope="session")
+def shared_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A kernel store that all workers of this test run share."""
+    base = tmp_path_factory.getbasetemp()
+    return (base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) / "shared-store"
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,7 @@ Needs neither torch nor a GPU; a hit needs no toolchain either.
 
 from dsagen.build.builder import BuildResult, build_units, write_generated
 from dsagen.build.entry import StoreEntry
+from dsagen.build.jobs import measure_room
 from dsagen.build.progress import BuildProgress, make_progress
 from dsagen.build.store import Store
 from dsagen.build.toolchain import Toolchain, find_toolchain
@@ -18,5 +19,6 @@ __all__ = [
     "build_units",
     "find_toolchain",
     "make_progress",
+    "measure_room",
     "write_generated",
 ]

@@ -39,9 +39,10 @@ class GuardedTensor:
 
     @classmethod
     def workspace(cls, size_bytes: int, device: torch.device) -> GuardedTensor:
-        """A workspace full of 0xFF, which is NaN in fp32."""
-        whole = torch.full((size_bytes + 2 * _WORKSPACE_GUARD_BYTES,), 0xFF, dtype=torch.uint8, device=device)
-        return cls(whole[_WORKSPACE_GUARD_BYTES : _WORKSPACE_GUARD_BYTES + size_bytes], whole, 0xFF)
+        """A workspace full of 0xFF, which is NaN in fp32, at a multiple of the guard zones' size."""
+        whole = torch.full((size_bytes + 3 * _WORKSPACE_GUARD_BYTES,), 0xFF, dtype=torch.uint8, device=device)
+        first = _WORKSPACE_GUARD_BYTES + -whole.data_ptr() % _WORKSPACE_GUARD_BYTES
+        return cls(whole[first : first + size_bytes], whole, 0xFF)
 
     def poison_again(self) -> None:
         """Forget what was written, guard zones excepted."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from dsagen.build import Store
 from dsagen.check.report import CheckReport
+from dsagen.emulator.library import load_library
 from dsagen.errors import StoreError
 from dsagen.evidence import record, row_for
 from dsagen.matrix import expand
@@ -27,7 +28,8 @@ def record_report(
     """
     assert report.device is not None, "only device runs are evidence"
     store = store or Store.open()
-    driver = driver_version()
+    # Of the emulator it is the build of its machine that may matter.
+    driver = load_library().name if report.emulated else driver_version()
     rows = []
     for plan in expand(spec, (arch,)).plans():
         unit, own = render(plan), report.of_kernel(plan.variant.family, plan.slug)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
+from dsagen.emulator import DEVICE as EMULATOR
 from dsagen.errors import CheckFailed
 
 Status = Literal["passed", "failed", "not_run"]
@@ -43,7 +44,7 @@ class CaseResult:
 class CheckReport:
     """Results for one spec. `device` is None where no device case could run, and `no_device` says why then.
 
-    `seed` replays every draw. `host_results` are the proofs that need no device.
+    `seed` replays every draw; `arch` is that of the kernels. `host_results` are the proofs that need no device.
     """
 
     spec: str
@@ -53,6 +54,7 @@ class CheckReport:
     no_device: str
     results: tuple[CaseResult, ...]
     host_results: tuple[CaseResult, ...]
+    arch: str = ""
 
     def of_op(self, op: str) -> CheckReport:
         """The report with the device cases of one op."""
@@ -89,12 +91,22 @@ class CheckReport:
         passed = [result for result in self.results if result.status == "passed"]
         return {name: max((getattr(result, name) for result in passed), default=0.0) for name in names}
 
+    @property
+    def emulated(self) -> bool:
+        """Whether the emulator was the device."""
+        return self.device == EMULATOR
+
+    @property
+    def place(self) -> str:
+        """The device as text; the emulator with the arch that it stood for."""
+        return f"{self.device} as {self.arch}" if self.emulated else self.device or "no device"
+
     def summary(self) -> str:
         """One line."""
         counts = f"{self.count('passed')} of {len(self.results)} device cases passed"
         parts = [counts, f"{self.count('failed')} failed", f"{self.count('not_run')} did not run"]
         host = f"{sum(r.status == 'passed' for r in self.host_results)} of {len(self.host_results)} host proofs passed"
-        where = self.device if self.device else f"no device: {self.no_device}"
+        where = self.place if self.device else f"no device: {self.no_device}"
         return f"{self.spec} ({self.tier}, seed {self.seed}, {where}): {', '.join(parts)}; {host}"
 
     def require_passed(self) -> None:
@@ -102,8 +114,10 @@ class CheckReport:
         if self.passed:
             return
         listed = "\n  ".join(f"{result.name}: {result.problem}" for result in self.failures)
+        where = f" --device {EMULATOR} --arch {self.arch}" if self.emulated else ""
         raise CheckFailed(
-            f"{self.summary()}\n  {listed}\nReplay: dsagen check {self.spec} --tier {self.tier} --seed {self.seed}"
+            f"{self.summary()}\n  {listed}\n"
+            f"Replay: dsagen check {self.spec} --tier {self.tier} --seed {self.seed}{where}"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -113,7 +127,7 @@ class CheckReport:
 
     def print(self, console: Console, verbose: bool = False) -> None:
         """The table (all cases, or with `verbose` False only a line per kind of passed cases) and the summary."""
-        table = Table(title=f"{self.spec}: {self.tier} tier on {self.device or 'no device'}", title_justify="left")
+        table = Table(title=f"{self.spec}: {self.tier} tier on {self.place}", title_justify="left")
         for column in ("case", "result", "out abs", "out rel", "out cos", "group", "lse abs", "lse rel"):
             table.add_column(column, justify="left" if column in ("case", "result") else "right", overflow="fold")
         for row in self.host_results + (self.results if verbose else _condensed(self.results)):

@@ -18,11 +18,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from dsagen import knobs
 from dsagen.arch import arch as arch_row
-from dsagen.arch import arch_for_capability
 from dsagen.check.cases import DecodeCase, Probe, Tier, decode_cases
 from dsagen.check.host import host_proofs
 from dsagen.check.kv_cases import Action, KvCase, kv_cases
 from dsagen.check.kv_run import CacheKernels, KvRun
+from dsagen.check.place import Case, cuda_place, emulator_place
 from dsagen.check.probes import CaseRun, NotRunError, WrongResultError
 from dsagen.check.recording import record_report
 from dsagen.check.report import CaseResult, CheckReport
@@ -30,14 +30,15 @@ from dsagen.check.topk_calls import TopkKernels, offered_modes
 from dsagen.check.topk_cases import MOST_SLOTS, TopkCase, topk_cases
 from dsagen.check.topk_run import TopkRun
 from dsagen.dtype import E4M3
-from dsagen.errors import DeviceError, DsagenError, KnobError, SpecError
+from dsagen.emulator import DEVICE as EMULATOR
+from dsagen.errors import DeviceError, DsagenError, EmulatorLimitError, KnobError, SpecError
 from dsagen.matrix import expand
 from dsagen.plan import KernelPlan
-from dsagen.runtime.api import Kernels, load
+from dsagen.runtime.api import Kernels
+from dsagen.runtime.emulated import EmulatorOptions, require_known_device
 from dsagen.spec import DeploymentSpec, load_spec
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | DeploymentSpec
-Case = DecodeCase | TopkCase | KvCase
 # The first case of each op; loading its kernels compiles what is missing.
 _PLAIN_CASES: Mapping[str, Case] = {
     DecodeCase.op: DecodeCase("", 1, 1, 1, 1, 1),
@@ -96,12 +97,17 @@ def run_check(
     *,
     seed: int | None = None,
     device: int | str | torch.device | None = None,
+    arch: str | None = None,
     only: str | None = None,
     console: Console | None = None,
     record: bool = True,
     record_file: Path | None = None,
+    emulator: EmulatorOptions | None = None,
 ) -> CheckReport:
     """Check the kernels of a spec (a path, a shipped name, a mapping or a DeploymentSpec) on a device.
+
+    device="emulator" runs the same cases on the CPU, as `arch` (the spec's first by default) and with the options
+    `emulator`; cases beyond its declared size count as not run.
 
     Every run draws anew; `seed` replays one. `only` is a shell pattern of case names. Progress goes to `console`,
     nothing is printed without one. A complete device run is recorded as evidence, in the store or in `record_file`,
@@ -116,23 +122,26 @@ def run_check(
         raise KnobError(f"{knobs.CHECK_INDICES.name} refuses ids that the check passes on purpose: unset it")
     seed = secrets.randbelow(2**31) if seed is None else seed
     host = host_proofs(spec, seed)
-    problem = device_problem(spec, device)
+    require_known_device(device)
+    emulated = isinstance(device, str) and device == EMULATOR
+    if not emulated and (arch is not None or emulator is not None):
+        raise SpecError(f"arch {arch!r}: only the emulator stands for an arch of choice: pass device={EMULATOR!r}")
+    problem = "" if emulated else device_problem(spec, device)
     if problem:
         cases = cases_of(spec, spec.archs[0], tier, only)
         skipped = tuple(_not_run(case, problem) for case in cases)
         return CheckReport(spec.name, tier, seed, None, problem, skipped, host)
-    chosen = _cuda_device(device)
-    with torch.cuda.device(chosen):
-        kernels = KernelCache(spec, chosen, load)
-        arch = arch_for_capability(*torch.cuda.get_device_capability(chosen)).name
-        cases = cases_of(spec, arch, tier, only)
+    place = emulator_place(spec, arch, emulator) if emulated else cuda_place(_cuda_device(device))
+    with place.current():
+        kernels = KernelCache(spec, place.device, place.load)
+        cases = cases_of(spec, place.arch, tier, only)
         # Loading compiles what is missing; a build error is the caller's, no case's.
         for op in spec.ops:
             kernels(_PLAIN_CASES[op])
-        results = run_cases(cases, kernels, chosen, seed, console)
-        report = CheckReport(spec.name, tier, seed, torch.cuda.get_device_name(chosen), "", results, host)
+        results = run_cases(cases, kernels, place.device, seed, console, place.refusal)
+        report = CheckReport(spec.name, tier, seed, place.name, "", results, host, place.arch)
         if record and only is None:
-            record_report(spec, arch, report, record_file)
+            record_report(spec, place.arch, report, record_file)
     return report
 
 
@@ -142,14 +151,19 @@ def run_cases(
     device: torch.device,
     seed: int,
     console: Console | None = None,
+    refusal: Callable[[Case], str] = lambda case: "",
 ) -> tuple[CaseResult, ...]:
-    """Run cases one by one. After a fault of the device the rest does not run, since nothing there can be trusted."""
+    """Run cases one by one, but those that `refusal` finds too large.
+
+    After a fault of the device the rest does not run, since nothing there can be trusted.
+    """
     results: list[CaseResult] = []
     fault = ""
     with _progress(console, len(cases)) as advance:
         for case in cases:
-            if fault:
-                results.append(_not_run(case, fault))
+            why = fault or refusal(case)
+            if why:
+                results.append(_not_run(case, why))
                 continue
             advance(case.name)
             kind = _RUNS[case.op]
@@ -181,7 +195,7 @@ def _run_case(run: CaseRun | TopkRun | KvRun) -> tuple[CaseResult, bool]:
             run.run()  # there are no errors to report: what is not equal raises
             return CaseResult(name, "passed", time.perf_counter() - start), False
         comparison = run.run()
-    except NotRunError as reason:
+    except (NotRunError, EmulatorLimitError) as reason:
         return CaseResult(name, "not_run", problem=str(reason)), False
     except torch.OutOfMemoryError as error:
         torch.cuda.empty_cache()

@@ -14,7 +14,7 @@ from importlib import metadata
 
 import click
 
-from dsagen.cli import INTERRUPTED, building, doctor, explaining, listing, proving
+from dsagen.cli import INTERRUPTED, building, doctor, emulating, explaining, listing, proving
 from dsagen.errors import DsagenError, SpecError
 from dsagen.log import configure_logging
 
@@ -56,7 +56,8 @@ def cli(verbose: int) -> None:
     """Compile exactly the CUDA kernels that a sparse-attention deployment needs.
 
     A SPEC is a YAML file, or the name of a shipped one such as v32_h16. Building needs neither a GPU nor torch;
-    `check` and `bench` need a device.
+    `check` and `bench` need a device;
+    `emulate`, and `check --device emulator`, run the same kernels on the CPU.
     """
     try:
         os.getcwd()  # noqa: PTH109 - Path.cwd() does the same; only whether there is one matters
@@ -72,6 +73,7 @@ for _command in (
     listing.schema,
     explaining.explain,
     proving.check,
+    emulating.emulate,
     proving.bench,
     doctor.doctor,
 ):

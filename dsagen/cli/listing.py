@@ -35,7 +35,8 @@ _MARKDOWN_HEADER = ("spec", "op", "arch", "kernel", "rung", "variant, or why not
 def list_variants(specs: tuple[str, ...], archs: tuple[str, ...], as_markdown: bool, as_json: bool) -> None:
     """List every kernel of the SPECs (all shipped ones by default): kept or refused and why, and its highest rung.
 
-    Rungs: planned, compiled (it is in the kernel store), conformant on a device, benchmarked on a device.
+    Rungs: planned, compiled (it is in the kernel store), emulated (conformant on the emulator), conformant on a device,
+    benchmarked on a device.
     """
     from dsagen.spec import shipped_specs
 

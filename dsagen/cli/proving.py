@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dsagen.cli.selection import describe_spec, json_option, select, specs_argument
+from dsagen.cli.selection import arch_option, describe_spec, json_option, select, specs_argument
 from dsagen.cli.table import aligned, echo_json, echo_lines
-from dsagen.errors import CheckFailed, DeviceError, DsagenError
+from dsagen.errors import CheckFailed, DeviceError, DsagenError, SpecError
 
 if TYPE_CHECKING:
     from dsagen.bench.figures import Figures
@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 # What a generator of torch takes.
 MAX_SEED = 2**63 - 1
 
+_DEVICE = click.option(
+    "--device",
+    metavar="DEVICE",
+    help="A CUDA device such as cuda:1, or `emulator`: the same cases on the CPU.  [default: the current CUDA device]",
+)
 _RECORD = click.option(
     "--record",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -38,6 +43,8 @@ _PLAIN_WIDTH = 140
     "--seed", type=click.IntRange(0, MAX_SEED), help="Replay the run that printed it.  [default: a fresh one]"
 )
 @click.option("--only", metavar="PATTERN", help="Cases whose name matches a shell pattern; such a run is no evidence.")
+@_DEVICE
+@arch_option
 @_RECORD
 @json_option
 @click.pass_context
@@ -47,24 +54,35 @@ def check(
     tier: str,
     seed: int | None,
     only: str | None,
+    device: str | None,
+    archs: tuple[str, ...],
     record: Path | None,
     as_json: bool,
 ) -> None:
     """Compare every kernel of the SPECs with the fp64 reference on this machine's device.
 
     Without a device it proves what can be proven without one, says how many cases did not run, and exits with 5.
+    With --device emulator it runs the kernels' PTX on the CPU, as each arch of the SPECs or as those of --arch.
     """
     from rich.console import Console
 
     from dsagen.check.run import run_check
 
+    runs = _runs(specs, device, archs)
     verbose = context.parent is not None and context.parent.params.get("verbose", 0) > 0
     progress = None if as_json else Console(stderr=True)
     console = Console() if sys.stdout is not None and sys.stdout.isatty() else Console(width=_PLAIN_WIDTH)
     reports = []
-    for spec in specs:
+    for spec, arch in runs:
         report = run_check(
-            spec, "full" if tier == "full" else "quick", seed=seed, only=only, console=progress, record_file=record
+            spec,
+            "full" if tier == "full" else "quick",
+            seed=seed,
+            device=device,
+            arch=arch,
+            only=only,
+            console=progress,
+            record_file=record,
         )
         reports.append(report)
         if not as_json:
@@ -72,6 +90,21 @@ def check(
     if as_json:
         echo_json({"reports": [report.to_json() for report in reports]})
     _require_proof(reports)
+
+
+def _runs(specs: Sequence[str], device: str | None, archs: tuple[str, ...]) -> list[tuple[str, str | None]]:
+    """Each spec; on the emulator with each arch that it is to stand for."""
+    from dsagen.emulator import DEVICE
+
+    if device == DEVICE:
+        return [
+            (spec, arch)
+            for spec in specs
+            for arch in dict.fromkeys(cell.arch for cell in select([spec], archs)[0].matrix.cells)
+        ]
+    if archs:
+        raise SpecError(f"--arch {','.join(archs)}: a device has the arch that it has: add --device {DEVICE}")
+    return [(spec, None) for spec in specs]
 
 
 def _require_proof(reports: Sequence[CheckReport]) -> None:
@@ -88,8 +121,11 @@ def _require_proof(reports: Sequence[CheckReport]) -> None:
         if report.device is None:
             raise DeviceError(
                 f"{report.spec}: {report.count('not_run')} device cases did not run: {report.no_device}; run "
-                "`dsagen check` on a machine with a GPU that the spec declares"
+                "`dsagen check` on a machine with a GPU that the spec declares, or with --device emulator on the CPU"
             )
+        if not report.conformant:
+            reasons = ", ".join(dict.fromkeys(result.problem for result in report.results))
+            raise DeviceError(f"{report.spec}: none of {len(report.results)} cases ran on {report.place}: {reasons}")
 
 
 @click.command()

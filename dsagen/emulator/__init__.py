@@ -2,5 +2,9 @@
 
 from dsagen.emulator.launch import Counts, coverage, launch
 from dsagen.emulator.memory import Memory
+from dsagen.emulator.session import Lanes, Session
 
-__all__ = ["Counts", "Memory", "coverage", "launch"]
+# The name of the emulator among devices: what load, check and evidence call it.
+DEVICE = "emulator"
+
+__all__ = ["DEVICE", "Counts", "Lanes", "Memory", "Session", "coverage", "launch"]

@@ -8,28 +8,30 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dsagen.emulator.operations import Op
-from dsagen.emulator.ptx import Reg
+from dsagen.emulator.syntax import Reg
 
 
 @dataclass(frozen=True)
 class Slots:
-    """Slot of each register by its number; 64-bit registers take two from there on."""
+    """Slot of each register by its number; wider registers take two or four from there on."""
 
     of: dict[int, int]
     end: int
+    spans: dict[int, tuple[int, int]]  # first and last operation at which a register has its slot
 
 
 def allocate(ops: Sequence[Op], first: int) -> Slots:
     """Slots from `first` on for every register of a kernel."""
-    intervals, wide = _intervals(ops)
-    singles, single_count = _scan({n: span for n, span in intervals.items() if n not in wide})
-    pairs, pair_count = _scan({n: span for n, span in intervals.items() if n in wide})
-    of = {number: first + place for number, place in singles.items()}
-    of |= {number: first + single_count + 2 * place for number, place in pairs.items()}
-    return Slots(of, first + single_count + 2 * pair_count)
+    intervals, widths = _intervals(ops)
+    of: dict[int, int] = {}
+    for slots in (1, 2, 4):
+        places, many = _scan({number: span for number, span in intervals.items() if widths[number] == slots})
+        of |= {number: first + slots * place for number, place in places.items()}
+        first += slots * many
+    return Slots(of, first, intervals)
 
 
 def _scan(intervals: dict[int, tuple[int, int]]) -> tuple[dict[int, int], int]:
@@ -51,47 +53,53 @@ def _scan(intervals: dict[int, tuple[int, int]]) -> tuple[dict[int, int], int]:
     return places, count
 
 
-def _intervals(ops: Sequence[Op]) -> tuple[dict[int, tuple[int, int]], set[int]]:
-    """First and last position at which each register holds a value, and which registers are 64 bits wide."""
+def _intervals(ops: Sequence[Op]) -> tuple[dict[int, tuple[int, int]], dict[int, int]]:
+    """First and last position at which each register holds a value, and how many slots each takes."""
     starts = _block_starts(ops)
     ends = [*starts[1:], len(ops)]
     block_at = {start: block for block, start in enumerate(starts)}
-    uses, defs, spans, wide = _local_sets(ops, starts, ends)
+    local = _local_sets(ops, starts, ends)
+    spans = local.spans
     followers = [_followers(ops[end - 1], end, block_at) for end in ends]
-    live_in, live_out = _flow(uses, defs, followers)
+    live_in, live_out = _flow(local.uses, local.defs, followers)
     for block, (start, end) in enumerate(zip(starts, ends, strict=True)):
-        for number in _bits(live_in[block]):
-            _widen(spans, number, start)
-        for number in _bits(live_out[block]):
-            _widen(spans, number, end - 1)
-    return spans, wide
+        for bit in _bits(live_in[block]):
+            _widen(spans, local.numbers[bit], start)
+        for bit in _bits(live_out[block]):
+            _widen(spans, local.numbers[bit], end - 1)
+    return spans, local.slots
 
 
 def _block_starts(ops: Sequence[Op]) -> list[int]:
     starts = {0}
     for at, op in enumerate(ops):
-        if op.target >= 0:
-            starts.add(op.imm)
-        if op.target >= 0 or op.name == "exit":
+        starts.update(op.jumps)
+        if op.parts:
             starts.add(at + 1)
     return sorted(start for start in starts if start < len(ops))
 
 
 def _followers(last: Op, end: int, block_at: dict[int, int]) -> list[int]:
-    out = [block_at[last.imm]] if last.target >= 0 else []
-    leaves = (last.target >= 0 or last.name == "exit") and last.guard is None
-    if not leaves and end in block_at:
+    out = [block_at[to] for to in last.jumps]
+    if not (last.parts and last.guard is None) and end in block_at:
         out.append(block_at[end])
     return out
 
 
-def _local_sets(
-    ops: Sequence[Op], starts: list[int], ends: list[int]
-) -> tuple[list[int], list[int], dict[int, tuple[int, int]], set[int]]:
-    """Per block, as bit sets: registers read before written, and written for certain."""
-    uses, defs = [0] * len(starts), [0] * len(starts)
-    spans: dict[int, tuple[int, int]] = {}
-    wide: set[int] = set()
+@dataclass
+class _Local:
+    """Per block, as bit sets: registers read before written, and written for certain. Bit n stands for `numbers[n]`."""
+
+    uses: list[int]
+    defs: list[int]
+    numbers: list[int] = field(default_factory=list)
+    spans: dict[int, tuple[int, int]] = field(default_factory=dict)
+    slots: dict[int, int] = field(default_factory=dict)
+
+
+def _local_sets(ops: Sequence[Op], starts: list[int], ends: list[int]) -> _Local:
+    local = _Local([0] * len(starts), [0] * len(starts))
+    bits: dict[int, int] = {}
     for block, (start, end) in enumerate(zip(starts, ends, strict=True)):
         used = defined = 0
         for at in range(start, end):
@@ -101,17 +109,17 @@ def _local_sets(
                 reg = arg.what
                 if not isinstance(reg, Reg) or reg.bits == 0:
                     continue
-                bit = 1 << reg.number
-                if reg.bits == 64:
-                    wide.add(reg.number)
-                _widen(spans, reg.number, at)
+                bit = 1 << bits.setdefault(reg.number, len(bits))
+                local.slots[reg.number] = reg.slots
+                _widen(local.spans, reg.number, at)
                 if arg.role == "use" or op.guard is not None:
                     used |= bit & ~defined
                 if arg.role == "def" and op.guard is None:
                     written |= bit
             defined |= written
-        uses[block], defs[block] = used, defined
-    return uses, defs, spans, wide
+        local.uses[block], local.defs[block] = used, defined
+    local.numbers = list(bits)
+    return local
 
 
 def _flow(uses: list[int], defs: list[int], followers: list[list[int]]) -> tuple[list[int], list[int]]:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from dsagen import knobs
 from dsagen.emulator.operations import LOCAL_WINDOW, PARAM_WINDOW, SHARED_RESERVE
-from dsagen.errors import EmulatorError
+from dsagen.errors import EmulatorError, ToolchainError
 
 SOURCES = Path(__file__).parent / "vm"
 _FLAGS = (
@@ -51,10 +53,13 @@ class LaunchBlock(ctypes.Structure):
         ("block", ctypes.c_uint32 * 3),
         ("os_threads", ctypes.c_uint32),
         ("races", ctypes.c_uint32),
+        ("schedule", ctypes.c_uint32),
+        ("resident", ctypes.c_uint32),
         ("seed", ctypes.c_uint64),
         ("instruction_limit", ctypes.c_uint64),
         ("counters", ctypes.c_uint64 * 4),
         ("message", ctypes.c_char * 4096),
+        ("meter", ctypes.c_void_p),
     )
 
 
@@ -67,27 +72,37 @@ class RegionRow(ctypes.Structure):
         ("host", ctypes.c_void_p),
         ("writable", ctypes.c_uint32),
         ("after_wait", ctypes.c_uint32),
+        ("valid", ctypes.c_void_p),
         ("name", ctypes.c_char_p),
     )
 
 
 @dataclass(frozen=True)
 class Library:
-    """The loaded machine; `numbers` gives the number of each instruction by name."""
+    """The loaded machine; `numbers` gives the number of each instruction by name. `name` tells its build apart."""
 
     handle: ctypes.CDLL
     numbers: Mapping[str, int]
+    name: str
+    folder: Path
 
 
 @cache
 def load_library(folder: Path | None = None) -> Library:
     """The machine, compiled into `folder` (by default below the kernel store's root) where it is not there yet.
 
-    EmulatorError where there is no g++ or it fails.
+    ToolchainError where there is no g++, EmulatorError where it fails.
     """
-    handle = ctypes.CDLL(str(_built(folder or _default_folder())))
+    path = _built(folder or _default_folder())
+    handle = ctypes.CDLL(str(path))
     handle.vm_instruction_name.restype = ctypes.c_char_p
     handle.vm_run.argtypes = (ctypes.POINTER(LaunchBlock),)
+    handle.vm_open.argtypes, handle.vm_open.restype = (ctypes.POINTER(LaunchBlock),), ctypes.c_void_p
+    for name, words in (("close", 0), ("turn", 0), ("step", 2), ("land", 1), ("is_resident", 1), ("predicate", 3)):
+        getattr(handle, f"vm_{name}").argtypes = (ctypes.c_void_p, *(ctypes.c_uint32,) * words)
+    handle.vm_predicate.restype = ctypes.c_uint32
+    for name, words in (("lanes", 2), ("slot", 3), ("shared", 1)):
+        getattr(handle, f"vm_{name}").argtypes = (ctypes.c_void_p, *(ctypes.c_uint32,) * words, ctypes.c_void_p)
     if handle.vm_launch_bytes() != ctypes.sizeof(LaunchBlock):
         raise EmulatorError("vm::Launch and LaunchBlock differ in size: both must have the same fields")
     handle.vm_address.restype = ctypes.c_uint64
@@ -95,7 +110,7 @@ def load_library(folder: Path | None = None) -> Library:
     if tuple(handle.vm_address(n) for n in range(len(stated))) != stated:
         raise EmulatorError("vm/machine.h and operations.py differ in where shared, local or parameter memory begins")
     names = [handle.vm_instruction_name(n).decode() for n in range(handle.vm_instruction_count())]
-    return Library(handle, {name: number for number, name in enumerate(names)})
+    return Library(handle, {name: number for number, name in enumerate(names)}, path.stem, path.parent)
 
 
 def _default_folder() -> Path:
@@ -114,14 +129,19 @@ def _existing(path: Path) -> Path:
 def _built(folder: Path) -> Path:
     compiler = shutil.which("g++", path=knobs.foreign("PATH"))
     if compiler is None:
-        raise EmulatorError("no g++ on PATH: the emulator compiles its machine with it on first use. Install g++.")
+        raise ToolchainError("no g++ on PATH: the emulator compiles its machine with it on first use. Install g++.")
     digest = hashlib.sha256()
     for path in sorted(SOURCES.iterdir()):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     digest.update(" ".join(_FLAGS).encode() + _cpu_features())
     target = folder / f"vm-{digest.hexdigest()[:16]}.so"
     if not target.is_file():
-        _compile(compiler, target)
+        folder.mkdir(parents=True, exist_ok=True)
+        # One process compiles, the others wait for it.
+        with (folder / f"{target.stem}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not target.is_file():
+                _compile(compiler, target)
     return target
 
 
@@ -135,24 +155,22 @@ def _cpu_features() -> bytes:
 
 
 def _compile(compiler: str, target: Path) -> None:
-    """Compile every source at once, link, and rename: other processes may do the same."""
-    target.parent.mkdir(parents=True, exist_ok=True)
+    """Compile the sources, as many at once as there are cores, link, and rename: half a file is never seen."""
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        jobs = []
-        for source in sorted(SOURCES.glob("*.cpp")):
-            command = [compiler, *_FLAGS, "-c", str(source), "-o", str(Path(folder) / f"{source.stem}.o")]
-            jobs.append((command, subprocess.Popen(command, stderr=subprocess.PIPE, text=True)))
-        for command, job in jobs:
-            _, errors = job.communicate()
-            _require_success(command, job.returncode, errors)
-        objects = [str(path) for path in sorted(Path(folder).glob("*.o"))]
+
+        def compile_one(source: Path) -> str:
+            out = str(Path(folder) / f"{source.stem}.o")
+            _run([compiler, *_FLAGS, "-c", str(source), "-o", out])
+            return out
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            objects = list(pool.map(compile_one, sorted(SOURCES.glob("*.cpp"))))
         partial = Path(folder) / target.name
-        command = [compiler, *_FLAGS, "-shared", *objects, "-o", str(partial)]
-        linked = subprocess.run(command, capture_output=True, text=True, check=False)
-        _require_success(command, linked.returncode, linked.stderr)
+        _run([compiler, *_FLAGS, "-shared", *objects, "-o", str(partial)])
         partial.rename(target)
 
 
-def _require_success(command: list[str], code: int, errors: str) -> None:
-    if code != 0:
-        raise EmulatorError(f"the emulator's machine does not compile: {' '.join(command)}\n{errors[-4000:]}")
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise EmulatorError(f"the emulator's machine does not compile: {' '.join(command)}\n{done.stderr[-4000:]}")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import ctypes
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dsagen.errors import EmulatorError
@@ -14,7 +15,10 @@ _LAST = 0x6F00_0000_0000
 
 @dataclass(frozen=True)
 class Buffer:
-    """Registered bytes. `after_wait`: the grid before writes them, so a kernel may touch them past its wait only."""
+    """Registered bytes. `after_wait`: the grid before writes them, so a kernel may touch them past its wait only.
+
+    `valid` has a byte for each byte, 0 until a kernel has written it; None where all hold values from the start.
+    """
 
     name: str
     address: int
@@ -23,6 +27,12 @@ class Buffer:
     writable: bool
     after_wait: bool
     keep: object
+    valid: ctypes.Array[ctypes.c_char] | None
+
+    @property
+    def valid_host(self) -> int | None:
+        """Host address of `valid`."""
+        return None if self.valid is None else ctypes.addressof(self.valid)
 
 
 class Memory:
@@ -37,12 +47,20 @@ class Memory:
         self._next = _FIRST
 
     def add(
-        self, name: str, array: Any, *, writable: bool = True, address: int | None = None, after_wait: bool = False
+        self,
+        name: str,
+        array: Any,
+        *,
+        writable: bool = True,
+        address: int | None = None,
+        after_wait: bool = False,
+        initialised: bool = True,
     ) -> int:
         """Register a contiguous numpy array or CPU torch tensor; returns the device address of its first element.
 
-        The kernel reads and writes the array itself. EmulatorError for an array that is not contiguous, is not on the
-        CPU or cannot be written, and for an address that another buffer covers.
+        The kernel reads and writes the array itself. Of a buffer that is not `initialised`, an output or a workspace,
+        it may read only what it, or an earlier launch with this memory, has written. EmulatorError for an array that is
+        not contiguous, is not on the CPU or cannot be written, and for an address that another buffer covers.
         """
         host, size = _location(name, array, writable)
         begin = self._next if address is None else address
@@ -51,9 +69,22 @@ class Memory:
         for other in self.buffers:
             if begin < other.address + other.size_bytes and other.address < begin + size:
                 raise EmulatorError(f"buffer {name}: {begin:#x} lies inside of buffer {other.name}")
-        self.buffers.append(Buffer(name, begin, size, host, writable, after_wait, array))
+        valid = None if initialised else ctypes.create_string_buffer(max(size, 1))
+        self.buffers.append(Buffer(name, begin, size, host, writable, after_wait, array, valid))
         self._next = max(self._next, (begin + size + 2 * _GAP - 1) // _GAP * _GAP)
         return begin
+
+    def after(self, *names: str) -> Memory:
+        """The same buffers as the next grid finds them: those named were written by the grid before.
+
+        A kernel may touch them past its griddepcontrol.wait only.
+        """
+        out = Memory()
+        out._next = self._next
+        out.buffers = [replace(buffer, after_wait=buffer.name in names) for buffer in self.buffers]
+        for name in names:
+            out.address(name)
+        return out
 
     def address(self, name: str) -> int:
         """Device address of a registered buffer."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from dsagen.emulator.ptx import Addr, Imm, Neg, Operand, Reg, Sink, Sym, Vec
+from dsagen.emulator.syntax import Addr, Imm, Neg, Operand, Reg, Sink, Sym, Vec
 
 # As in vm/machine.h; loading the machine compares them.
 SHARED_RESERVE = 1024
@@ -21,7 +22,9 @@ SPECIALS: dict[str, int] = {
     **{f"%nctaid.{axis}": 10 + n for n, axis in enumerate(_AXES)},
     "%laneid": 13, "%warpid": 14, "%lanemask_eq": 15, "%lanemask_lt": 16, "%lanemask_le": 17, "%lanemask_gt": 19,
     "%lanemask_ge": 18, "%dynamic_smem_size": 20, "%total_smem_size": 21,
-    # A grid without clusters is one of clusters of one CTA.
+    "%nwarpid": 24,
+    # All CTAs say that they run on the same multiprocessor; a grid without clusters is one of clusters of one CTA.
+    "%smid": 22, "%nsmid": 23,
     **dict.fromkeys(("%cluster_ctarank", "%cluster_ctaid.x", "%cluster_ctaid.y", "%cluster_ctaid.z"), 22),
     **dict.fromkeys(("%cluster_nctarank", "%cluster_nctaid.x", "%cluster_nctaid.y", "%cluster_nctaid.z"), 23),
 }  # fmt: skip
@@ -50,7 +53,11 @@ class Arg:
 
 @dataclass
 class Op:
-    """One operation. `target` is a label's number."""
+    """One operation. `target` is a label's number, `targets` are those of a table.
+
+    `callee` is the function of a call or return. `imm` becomes the position that a branch or call goes to, `jumps`
+    holds all that may follow; a guard that it keeps is not the instruction's.
+    """
 
     name: str
     args: list[Arg] = field(default_factory=list)
@@ -61,7 +68,16 @@ class Op:
     line: int = 0
     cuda_line: int = 0
     target: int = -1
+    targets: tuple[int, ...] = ()
+    callee: str = ""
+    jumps: list[int] = field(default_factory=list)
+    keeps_guard: bool = False
     text: str = ""
+
+    @property
+    def parts(self) -> bool:
+        """Whether the next operation does not follow, unless a guard says so."""
+        return self.name in ("exit", "bra", "brx", "ret") or self.callee != ""
 
 
 class Lowering:
@@ -69,16 +85,30 @@ class Lowering:
 
     def __init__(self, symbols: Mapping[str, int]) -> None:
         self._symbols = symbols
+        # Registers of its own have negative numbers.
+        self._temporaries = 0
+        self.carry = self.temporary(0)
+
+    def temporary(self, bits: int) -> Reg:
+        """A register that the text does not have."""
+        self._temporaries -= 1
+        return Reg(self._temporaries, f"temporary {-self._temporaries}", bits)
+
+    def symbol(self, name: str) -> int | None:
+        """The address of a variable, parameter or function."""
+        return self._symbols.get(name)
 
     def source(self, operand: Operand, bits: int) -> Arg:
         """A register, number or address that an operation reads as `bits` wide."""
         if isinstance(operand, Reg):
-            if operand.bits == 0 or (bits == 64 and operand.bits != 64):
+            if operand.bits == 0 or (bits > 32 and operand.bits != bits) or operand.bits == 128 != bits:
                 raise Unsupported
             return Arg("use", operand)
         if isinstance(operand, Imm):
-            return Arg("use", constant(operand.value, bits))
+            return Arg("use", constant(literal_bits(operand, bits), bits))
         if isinstance(operand, Sym):
+            if operand.name == "WARP_SZ":
+                return Arg("use", constant(32, bits))
             if operand.name in SPECIALS and bits <= 32:
                 return Arg("use", Const((0,), SPECIALS[operand.name]))
             if operand.name in self._symbols:
@@ -89,7 +119,7 @@ class Lowering:
         """A register that an operation writes as `bits` wide, or the sink."""
         if isinstance(operand, Sink):
             return Arg("trash", 1)
-        if isinstance(operand, Reg) and operand.bits != 0 and (operand.bits == 64) == (bits == 64):
+        if isinstance(operand, Reg) and operand.bits != 0 and max(operand.bits, 32) == max(bits, 32):
             return Arg("def", operand)
         raise Unsupported
 
@@ -128,6 +158,19 @@ class Lowering:
                 raise Unsupported
             return Arg("use", operand.base), operand.offset, operand.base.bits == 64
         return self.source(operand.base, 64), operand.offset, True
+
+
+def literal_bits(literal: Imm, bits: int) -> int:
+    """A literal as an instruction of `bits` wide operands takes it: numbers with a decimal point are doubles."""
+    if not literal.real or bits == 64:
+        return literal.value
+    if bits != 32:
+        raise Unsupported
+    (value,) = struct.unpack("<d", literal.value.to_bytes(8, "little"))
+    try:
+        return int.from_bytes(struct.pack("<f", value), "little")
+    except OverflowError:
+        return 0xFF800000 if value < 0 else 0x7F800000
 
 
 def constant(value: int, bits: int) -> Const:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from dsagen.emulator.allocate import Slots, allocate
+from dsagen.emulator.calls import CallGraph, function_addresses
 from dsagen.emulator.lower import lower
 from dsagen.emulator.operations import LOCAL_WINDOW, PARAM_WINDOW, SHARED_RESERVE, Arg, Const, Op
-from dsagen.emulator.ptx import Kernel, Module, Reg, Variable
+from dsagen.emulator.scan import Location
+from dsagen.emulator.syntax import Kernel, Module, Reg, Variable
 from dsagen.errors import EmulatorError
 
 # Module variables lie here, each on its own page; buffers must stay clear.
@@ -34,6 +37,16 @@ class ModuleVariable:
 
 
 @dataclass(frozen=True)
+class RegisterPlace:
+    """Where a register is from operation `first` to `last`: its slot, or for a predicate (`bits` 0) its number."""
+
+    slot: int
+    bits: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
 class Program:
     """Code and operand list of one kernel, and what a launch has to provide."""
 
@@ -50,6 +63,10 @@ class Program:
     static_shared_bytes: int
     local_bytes: int
     variables: tuple[ModuleVariable, ...]
+    registers: Mapping[str, Sequence[RegisterPlace]]
+    target: str
+    # PTX line -> where its CUDA line lies and was inlined, where that is not the kernel's own text.
+    places: dict[int, str]
 
     @property
     def instructions(self) -> int:
@@ -62,8 +79,9 @@ def assemble(module: Module, entry: str, numbers: Mapping[str, int]) -> Program:
     kernel = module.kernels.get(entry)
     if kernel is None:
         raise EmulatorError(f"there is no kernel {entry!r} in the PTX; it has {', '.join(module.kernels) or 'none'}")
-    symbols, layout = _place_variables(module, kernel)
-    ops = lower(kernel, symbols)
+    graph = CallGraph(module, kernel)
+    symbols, layout = _place_variables(graph)
+    ops = lower(graph, symbols)
     constants = _constants(ops)
     slots = allocate(ops, constants.end)
     predicates = _predicates(ops)
@@ -97,7 +115,38 @@ def assemble(module: Module, entry: str, numbers: Mapping[str, int]) -> Program:
         layout.shared_bytes,
         layout.local_bytes,
         layout.variables,
+        _register_places(ops, slots, predicates),
+        module.target,
+        _places(graph),
     )
+
+
+def _places(graph: CallGraph) -> dict[int, str]:
+    """A text for each PTX line whose CUDA line was inlined or lies in another file than the kernel."""
+    files = graph.module.files
+    out: dict[int, str] = {}
+    own = next((at.callers[-1][0] if at.callers else at.file for at in _locations(graph.kernel) if at.line), 0)
+
+    def name(file: int, line: int) -> str:
+        return f"line {line}" + (f" of {Path(files.get(file, '')).name}" if file != own else "")
+
+    for function in (graph.kernel, *graph.functions):
+        for instruction in function.instructions:
+            at = instruction.location
+            if at.callers or (at.line and at.file != own):
+                chain = [name(at.file, at.line), *(name(file, line) for file, line in at.callers)]
+                out[instruction.line] = ", inlined at ".join(chain)
+    return out
+
+
+def _locations(kernel: Kernel) -> Iterator[Location]:
+    return (instruction.location for instruction in kernel.instructions)
+
+
+def lower_kernel(module: Module, kernel: Kernel) -> list[Op]:
+    """The operations of a kernel and of the functions that it reaches, before slots are given out."""
+    graph = CallGraph(module, kernel)
+    return lower(graph, _place_variables(graph)[0])
 
 
 @dataclass(frozen=True)
@@ -107,13 +156,19 @@ class _Layout:
     variables: tuple[ModuleVariable, ...]
 
 
-def _place_variables(module: Module, kernel: Kernel) -> tuple[dict[str, int], _Layout]:
+def _place_variables(graph: CallGraph) -> tuple[dict[str, int], _Layout]:
     """Addresses of everything with a name, static shared variables first and dynamic ones past them."""
-    symbols = {param.name: PARAM_WINDOW + param.offset for param in kernel.params}
-    everything = [*module.variables, *kernel.variables]
+    symbols = {param.name: PARAM_WINDOW + param.offset for param in graph.kernel.params}
+    symbols |= function_addresses(graph.module)
+    everything = list(graph.module.variables)
+    for function in (graph.kernel, *graph.functions):
+        everything += function.variables
+    for function in graph.functions:
+        for param in (*function.params, *function.results):
+            everything.append(Variable(param.name, "param", param.align, param.size_bytes))
     shared = local = 0
     address = VARIABLES_BASE
-    placed: list[ModuleVariable] = []
+    placed: list[tuple[Variable, int]] = []
     dynamic: list[Variable] = []
     for variable in everything:
         if variable.space == "shared" and variable.dynamic:
@@ -122,18 +177,27 @@ def _place_variables(module: Module, kernel: Kernel) -> tuple[dict[str, int], _L
             shared = _round_up(shared, variable.align)
             symbols[variable.name] = SHARED_RESERVE + shared
             shared += variable.size_bytes
-        elif variable.space == "local":
+        elif variable.space in ("local", "param"):
             local = _round_up(local, variable.align)
             symbols[variable.name] = LOCAL_WINDOW + local
             local += variable.size_bytes
         else:
-            initial = variable.initial if variable.initial is not None else bytes(variable.size_bytes)
-            placed.append(ModuleVariable(variable.name, address, initial, variable.space == "global"))
+            placed.append((variable, address))
             symbols[variable.name] = address
-            address = _round_up(address + variable.size_bytes + 1, _PAGE)
+            address = _round_up(address + variable.size_bytes + 1, max(_PAGE, variable.align))
     shared = _round_up(shared, max((variable.align for variable in dynamic), default=1))
     symbols |= {variable.name: SHARED_RESERVE + shared for variable in dynamic}
-    return symbols, _Layout(shared, _round_up(local, 16), tuple(placed))
+    variables = tuple(_with_addresses(variable, at, symbols) for variable, at in placed)
+    return symbols, _Layout(shared, _round_up(local, 16), variables)
+
+
+def _with_addresses(variable: Variable, address: int, symbols: Mapping[str, int]) -> ModuleVariable:
+    data = bytearray(variable.initial if variable.initial is not None else bytes(variable.size_bytes))
+    for offset, name, addend in variable.addresses:
+        if name not in symbols:
+            raise EmulatorError(f"variable {variable.name} holds the address of {name}, which the PTX does not define")
+        struct.pack_into("<Q", data, offset, symbols[name] + addend & 0xFFFF_FFFF_FFFF_FFFF)
+    return ModuleVariable(variable.name, address, bytes(data), variable.space == "global")
 
 
 def _round_up(value: int, unit: int) -> int:
@@ -172,6 +236,21 @@ def _predicates(ops: Sequence[Op]) -> dict[int, int]:
             if isinstance(reg, Reg) and reg.bits == 0:
                 of.setdefault(reg.number, len(of) + _FIRST_PREDICATE)
     return of
+
+
+def _register_places(ops: Sequence[Op], slots: Slots, predicates: Mapping[int, int]) -> dict[str, list[RegisterPlace]]:
+    """Places of all registers by name; names in braces may be those of several."""
+    out: dict[str, list[RegisterPlace]] = {}
+    seen: set[int] = set()
+    for op in ops:
+        for reg in (*(arg.what for arg in op.args), op.guard):
+            if not isinstance(reg, Reg) or reg.number in seen:
+                continue
+            seen.add(reg.number)
+            first, last = slots.spans.get(reg.number, (-1, len(ops)))
+            slot = predicates[reg.number] if reg.bits == 0 else slots.of[reg.number]
+            out.setdefault(reg.name, []).append(RegisterPlace(slot, reg.bits, first, last))
+    return out
 
 
 def _encode(arg: Arg, slots: Slots, constants: _Constants, predicates: Mapping[int, int]) -> int:

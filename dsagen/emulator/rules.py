@@ -46,7 +46,7 @@ _INTEGER = (
     _rule(r"mul\.hi\.([us])(16|32|64)", "mul_hi_{1}{2}", "d{2} s{2} s{2}"),
     _rule(r"mul\.wide\.([us])(16|32)", "mul_wide_{1}{2}", "d{w} s{2} s{2}"),
     _rule(r"mad\.lo\.[us](16|32|64)", "mad_lo_b{1}", "d{1} s{1} s{1} s{1}"),
-    _rule(r"mad\.hi\.([us])32", "mad_hi_{1}32", "d32 s32 s32 s32"),
+    _rule(r"mad\.hi\.([us])(16|32|64)", "mad_hi_{1}{2}", "d{2} s{2} s{2} s{2}"),
     _rule(r"mad\.wide\.([us])(16|32)", "mad_wide_{1}{2}", "d{w} s{2} s{2} s{w}"),
     _rule(r"(abs|neg)\.s(16|32|64)", "{1}_s{2}", "d{2} s{2}"),
     _rule(r"not\.b(16|32|64)", "not_b{1}", "d{1} s{1}"),
@@ -60,7 +60,15 @@ _INTEGER = (
     _rule(r"(popc|clz)\.b(32|64)", "{1}_b{2}", "d32 s{2}"),
     _rule(r"brev\.b(32|64)", "brev_b{1}", "d{1} s{1}"),
     _rule(r"bfind\.([us])(32|64)", "bfind_{1}{2}", "d32 s{2}"),
-    _rule(r"bfind\.shiftamt\.u32", "bfind_shift_u32", "d32 s32"),
+    _rule(r"bfind\.shiftamt\.([us])(32|64)", "bfind_shift_{1}{2}", "d32 s{2}"),
+    _rule(r"fns\.b32", "fns_b32", "d32 s32 s32 s32"),
+    _rule(r"bmsk\.(clamp|wrap)\.b32", "bmsk_{1}", "d32 s32 s32"),
+    _rule(r"szext\.(clamp|wrap)\.([us]32)", "szext_{1}_{2}", "d32 s32 s32"),
+    _rule(r"cnot\.b(16|32|64)", "not_logical_b{1}", "d{1} s{1}"),
+    _rule(r"sad\.([us])(16|32|64)", "sad_{1}{2}", "d{2} s{2} s{2} s{2}"),
+    _rule(r"mul24\.(lo|hi)\.([us]32)", "mul_24_{1}_{2}", "d32 s32 s32"),
+    _rule(r"(add|sub)\.sat\.s32", "{1}_sat_s32", "d32 s32 s32"),
+    _rule(r"mad\.hi\.sat\.s32", "mad_hi_sat_s32", "d32 s32 s32 s32"),
     _rule(r"prmt\.b32", "prmt_b32", "d32 s32 s32 s32"),
     _rule(r"shf\.([lr])\.(wrap|clamp)\.b32", "shf_{1}_{2}", "d32 s32 s32 s32"),
     _rule(r"bfe\.([us])(32|64)", "bfe_{1}{2}", "d{2} s{2} s32 s32"),
@@ -71,26 +79,29 @@ _INTEGER = (
     _rule(r"selp\.[usbf](16|32|64)", "selp_b{1}", "d{1} s{1} s{1} q"),
 )
 
-_F2 = r"(?:\.rn)?(\.ftz|\.sat)?\.f32"
+_F2 = r"(?:\.rn)?(\.ftz)?\.f32"
 _FLOAT = (
     _rule(rf"(add|sub|mul){_F2}", "{1}_{2}_f32", "d32 s32 s32"),
-    _rule(r"(?:fma|mad)\.rn(\.ftz|\.sat)?\.f32", "fma_{1}_f32", "d32 s32 s32 s32"),
+    _rule(r"(?:fma|mad)\.rn(\.ftz)?\.f32", "fma_{1}_f32", "d32 s32 s32 s32"),
     _rule(r"div\.(?:rn|full|approx)(\.ftz)?\.f32", "div_{1}_f32", "d32 s32 s32"),
     _rule(r"(min|max)(\.ftz)?\.f32", "{1}_{2}_f32", "d32 s32 s32"),
-    _rule(r"(min|max)\.NaN\.f32", "{1}_nan_f32", "d32 s32 s32"),
     _rule(r"(abs|neg)(\.ftz)?\.f32", "{1}_{2}_f32", "d32 s32"),
     _rule(r"(rcp|sqrt|rsqrt)\.(?:rn|approx)(\.ftz)?\.f32", "{1}_{2}_f32", "d32 s32"),
     _rule(r"(ex2|lg2)\.approx(\.ftz)?\.f32", "{1}_{2}_f32", "d32 s32"),
-    _rule(r"(sin|cos|tanh)\.approx(?:\.ftz)?\.f32", "{1}_f32", "d32 s32"),
+    _rule(r"sin\.approx(\.ftz)?\.f32", "sin_{1}_f32", "d32 s32"),
+    _rule(r"(cos|tanh)\.approx(?:\.ftz)?\.f32", "{1}_f32", "d32 s32"),
     _rule(r"copysign\.f(32|64)", "copysign_f{1}", "d{1} s{1} s{1}"),
-    _rule(r"testp\.(finite|infinite|number|notanumber|normal|subnormal)\.f32", "testp_{1}", "p s32"),
+    *(
+        _rule(rf"testp\.{kind}\.f(32|64)", "testp_f{1}", "p s{1}", imm)
+        for imm, kind in enumerate(("finite", "infinite", "number", "notanumber", "normal", "subnormal"))
+    ),
     _rule(r"(add|sub|mul|div)(?:\.rn)?\.f64", "{1}_f64", "d64 s64 s64"),
     _rule(r"(min|max)\.f64", "{1}_f64", "d64 s64 s64"),
     _rule(r"(abs|neg)\.f64", "{1}_f64", "d64 s64"),
-    _rule(r"(rcp|sqrt)\.rn\.f64", "{1}_f64", "d64 s64"),
+    _rule(r"(rcp|sqrt|rsqrt)\.(?:rn|approx\.ftz|approx)\.f64", "{1}_f64", "d64 s64"),
     _rule(r"(?:fma|mad)\.rn\.f64", "fma_f64", "d64 s64 s64 s64"),
-    _rule(r"(add|sub|mul|min|max)(?:\.rn)?\.(b?f16)", "{1}_{2}", "d16 s16 s16"),
-    _rule(r"(add|sub|mul|min|max)(?:\.rn)?\.(b?f16x2)", "{1}_{2}", "d32 s32 s32"),
+    _rule(r"(add|sub|mul)(?:\.rn)?\.(b?f16)", "{1}_{2}", "d16 s16 s16"),
+    _rule(r"(add|sub|mul)(?:\.rn)?\.(b?f16x2)", "{1}_{2}", "d32 s32 s32"),
     _rule(r"fma\.rn\.(b?f16)", "fma_{1}", "d16 s16 s16 s16"),
     _rule(r"fma\.rn\.(b?f16x2)", "fma_{1}", "d32 s32 s32 s32"),
     _rule(r"(neg|abs)\.b?f16", "{1}_f16", "d16 s16"),
@@ -107,16 +118,12 @@ _CONVERT = (
     _rule(r"cvt\.rn\.f32\.f64", "cvt_rn_f32_f64", "d32 s64"),
     _rule(r"cvt\.sat\.f32\.f32", "cvt_sat_f32_f32", "d32 s32"),
     _rule(r"cvt\.f32\.(b?f16)", "cvt_f32_{1}", "d32 s16"),
-    _rule(r"cvt\.(rn)(\.relu)?\.(b?f16)\.f32", "cvt_{1}_{2}_{3}_f32", "d16 s32"),
-    _rule(r"cvt\.rz\.bf16\.f32", "cvt_rz_bf16_f32", "d16 s32"),
-    _rule(r"cvt\.rn\.f16\.([us](16|32))", "cvt_rn_f16_{1}", "d16 s{2}"),
-    _rule(r"cvt\.rzi\.([us]32)\.f16", "cvt_rzi_{1}_f16", "d32 s16"),
-    _rule(r"cvt\.rn(\.relu)?\.(b?f16x2)\.f32", "cvt_rn_{1}_{2}_f32", "d32 s32 s32"),
-    _rule(r"cvt\.rn\.satfinite\.(e4m3x2|e5m2x2|e2m1x2)\.f32", "cvt_rn_{1}_f32", "d16 s32 s32"),
-    _rule(r"cvt\.rn\.f16x2\.(e4m3x2|e5m2x2|e2m1x2)", "cvt_rn_f16x2_{1}", "d32 s16"),
-    _rule(r"cvt\.rn\.satfinite\.(e4m3x2|e5m2x2)\.f16x2", "cvt_rn_{1}_f16x2", "d16 s32"),
+    _rule(r"cvt\.rn\.(b?f16)\.f32", "cvt_rn_{1}_f32", "d16 s32"),
+    _rule(r"cvt\.rn\.(b?f16x2)\.f32", "cvt_rn_{1}_f32", "d32 s32 s32"),
+    _rule(r"cvt\.rn\.f16x2\.e4m3x2", "cvt_rn_f16x2_e4m3x2", "d32 s16"),
 )
 
+_FLOAT_REDUCTIONS = [rf"{kind}{rest}" for rest in ("", r"\.abs", r"\.NaN", r"\.abs\.NaN") for kind in ("min", "max")]
 _WARP = (
     *(
         _rule(rf"shfl\.sync\.{mode}\.b32", "shfl", "d32|p? s32 s32 s32 s32", imm)
@@ -127,6 +134,11 @@ _WARP = (
     _rule(r"elect\.sync", "elect", "d32|p? s32"),
     _rule(r"bar\.warp\.sync", "bar_warp_sync", "s32"),
     _rule(r"match\.any\.sync\.b(32|64)", "match_any_b{1}", "d32 s{1} s32"),
+    _rule(r"match\.all\.sync\.b(32|64)", "match_all_b{1}", "d32|p? s{1} s32"),
+    *(
+        _rule(rf"redux\.sync\.{kind}\.f32", "redux", "d32 s32 s32", 8, flags)
+        for flags, kind in enumerate(_FLOAT_REDUCTIONS)
+    ),
     *(
         _rule(rf"redux\.sync\.{kind}", "redux", "d32 s32 s32", imm)
         for imm, kind in enumerate((r"add\.[us]32", r"min\.s32", r"max\.s32", r"min\.u32", r"max\.u32", r"and\.b32"))
@@ -136,9 +148,13 @@ _WARP = (
     _rule(r"activemask\.b32", "activemask", "d32"),
     _rule(r"ret(?:\.uni)?|exit", "exit", ""),
     _rule(r"trap", "trap", ""),
+    _rule(r"brkpt", "trap", "", 1),
+    _rule(r"pmevent(?:\.mask)?", "nothing", "-"),
     _rule(r"nanosleep\.u32", "pause", "-"),
+    _rule(r"movmatrix\.sync\.aligned\.m8n8\.trans\.b16", "movmatrix", "d32 s32"),
 )
 
+_SCOPE = r"(?:cta|cluster)"
 _SHARED = r"(?:\.shared(?:::cta)?)"
 _ASYNC = (
     _rule(r"cp\.async\.commit_group", "copy_async_commit", ""),
@@ -149,13 +165,33 @@ _ASYNC = (
     _rule(r"cp\.async\.bulk\.shared::(?:cta|cluster)\.global\.mbarrier::complete_tx::bytes", "copy_bulk", "A G s32 A"),
     _rule(rf"mbarrier\.init{_SHARED}\.b64", "mbarrier_init", "A s32"),
     _rule(rf"mbarrier\.inval{_SHARED}\.b64", "mbarrier_inval", "A"),
-    _rule(rf"mbarrier\.arrive(?:\.release\.cta)?{_SHARED}\.b64", "mbarrier_arrive", "d64 A s32=1"),
-    _rule(rf"mbarrier\.arrive\.expect_tx(?:\.release\.cta)?{_SHARED}\.b64", "mbarrier_arrive_expect", "d64 A s32"),
+    *(
+        row
+        for order, relaxed in ((rf"(?:\.release\.{_SCOPE})?", 0), (rf"\.relaxed\.{_SCOPE}", 1))
+        for row in (
+            _rule(rf"mbarrier\.arrive{order}{_SHARED}\.b64", "mbarrier_arrive", "d64 A s32=1", 0, relaxed),
+            _rule(
+                rf"mbarrier\.arrive\.expect_tx{order}{_SHARED}\.b64", "mbarrier_arrive_expect", "d64 A s32", 0, relaxed
+            ),
+        )
+    ),
     _rule(rf"mbarrier\.expect_tx(?:\.relaxed\.cta)?{_SHARED}\.b64", "mbarrier_expect", "A s32", 1),
     _rule(rf"mbarrier\.complete_tx(?:\.relaxed\.cta)?{_SHARED}\.b64", "mbarrier_expect", "A s32", -1),
-    _rule(rf"mbarrier\.(?:try|test)_wait\.parity(?:\.acquire\.cta)?{_SHARED}\.b64", "mbarrier_wait", "p A s32 -?"),
-    _rule(rf"mbarrier\.(?:try|test)_wait(?:\.acquire\.cta)?{_SHARED}\.b64", "mbarrier_wait", "p A s64 -?", 1),
-    _rule(r"fence\.[\w.:]+|membar\.\w+", "nothing", ""),
+    *(
+        row
+        for order, relaxed in ((rf"(?:\.acquire\.{_SCOPE})?", 0), (rf"\.relaxed\.{_SCOPE}", 1))
+        for row in (
+            _rule(
+                rf"mbarrier\.(?:try|test)_wait\.parity{order}{_SHARED}\.b64", "mbarrier_wait", "p A s32 -?", 0, relaxed
+            ),
+            _rule(rf"mbarrier\.(?:try|test)_wait{order}{_SHARED}\.b64", "mbarrier_wait", "p A s64 -?", 1, relaxed),
+        )
+    ),
+    _rule(r"fence\.proxy\.async[\w.:]*", "fence_proxy", ""),
+    _rule(r"fence\.mbarrier_init\.release\.cluster", "fence_mbarrier_init", ""),
+    _rule(r"fence\.proxy\.[\w.:]+", "nothing", ""),
+    _rule(r"(?:fence(?:\.(?:sc|acq_rel))?|membar)\.cta", "fence", "", 0),
+    _rule(r"(?:fence(?:\.(?:sc|acq_rel))?|membar)\.(?:cluster|gpu|gl|sys)", "fence", "", 1),
     _rule(r"griddepcontrol\.launch_dependents", "nothing", ""),
     _rule(r"griddepcontrol\.wait", "grid_wait", ""),
     _rule(r"setmaxnreg\.(?:inc|dec)\.sync\.aligned\.u32", "aligned_nothing", "-"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn, SupportsIndex
 
 import torch
@@ -21,10 +21,13 @@ from dsagen.log import configure_library_logging
 from dsagen.matrix import expand
 from dsagen.plan import KernelPlan
 from dsagen.runtime.cache_ops import CacheOps
-from dsagen.runtime.driver import CudaDriver, DeviceFacts, Driver
+from dsagen.runtime.device_kernels import DeviceKernels
+from dsagen.runtime.driver import CudaDriver, Driver
+from dsagen.runtime.emulated import DEVICE as EMULATOR
+from dsagen.runtime.emulated import EmulatorDriver, EmulatorOptions, emulated_arch, read_ptx, require_known_device
 from dsagen.runtime.kv_cache import OP as CACHE_OP
 from dsagen.runtime.launch import ReadyLaunches
-from dsagen.runtime.loader import Loader, ReadCubins, device_arch, read_cubins
+from dsagen.runtime.loader import Loader, ReadCode, device_arch, read_cubins
 from dsagen.runtime.plan_cache import PlanCache, PlanKey
 from dsagen.runtime.sparse_decode import (
     OP,
@@ -48,6 +51,7 @@ def load(
     *,
     device: Device | None = None,
     archs: Sequence[str] | None = None,
+    emulator: EmulatorOptions | None = None,
 ) -> Kernels:
     """The kernels of a deployment, compiled for a device where the store lacks them.
 
@@ -56,37 +60,23 @@ def load(
     of the spec's; all by default) cover them. DSAGEN_DEBUG_SYNC, DSAGEN_CHECK_INDICES, DSAGEN_LOG and DSAGEN_LOG_DEST
     are read here.
 
+    With device="emulator" the same ops run the same kernels' PTX on CPU tensors, slowly and with every access checked,
+    as the first of `archs`; `emulator` says how, in place of the DSAGEN_EMULATOR_* variables, which are read here too.
+
     Raises SpecError for a bad spec or one that cannot be built as a whole, KnobError for a bad variable, DeviceError
-    without a usable GPU, BuildError when a kernel does not compile, StoreError when DSAGEN_NO_JIT is set and one is
-    missing.
+    without a usable GPU or for a device that there is not, BuildError when a kernel does not compile (the emulator:
+    ToolchainError without g++), StoreError when DSAGEN_NO_JIT is set and a kernel is missing.
     """
     configure_library_logging()
-    return Kernels(load_spec(spec), device=device, archs=archs)
-
-
-@dataclass(frozen=True)
-class DeviceKernels:
-    """What a deployment runs on one device: plans by op and role, each in order of preference."""
-
-    ordinal: int
-    facts: DeviceFacts
-    arch: str
-    by_role: Mapping[tuple[str, str], tuple[KernelPlan, ...]]
-
-    @property
-    def plans(self) -> tuple[KernelPlan, ...]:
-        """All of them."""
-        return tuple(plan for plans in self.by_role.values() for plan in plans)
-
-    @property
-    def mains(self) -> tuple[KernelPlan, ...]:
-        """The main kernels of sparse decode."""
-        return self.by_role[OP, "main"]
-
-    @property
-    def combine(self) -> KernelPlan:
-        """The combine of sparse decode."""
-        return self.by_role[OP, "combine"][0]
+    loaded = load_spec(spec)
+    if isinstance(device, str) and device == EMULATOR:
+        chosen = tuple(cell.arch for cell in expand(loaded, archs).cells)
+        driver = partial(EmulatorDriver, emulated_arch(chosen), emulator or EmulatorOptions())
+        return Kernels(loaded, archs=archs, open_driver=driver, read=read_ptx)
+    require_known_device(device)
+    if emulator is not None:
+        raise DeviceError(f"emulator: options for device={EMULATOR!r}, but device is {device!r}: leave either out")
+    return Kernels(loaded, device=device, archs=archs)
 
 
 class Kernels(CacheOps, TopkOps):
@@ -102,7 +92,7 @@ class Kernels(CacheOps, TopkOps):
         device: Device | None = None,
         archs: Sequence[str] | None = None,
         open_driver: Callable[[], Driver] = CudaDriver,
-        read: ReadCubins = read_cubins,
+        read: ReadCode = read_cubins,
     ) -> None:
         self.spec = spec
         # What is wrong with a spec needs no GPU to be told, so it comes first.
@@ -279,7 +269,7 @@ class Kernels(CacheOps, TopkOps):
         results = make_outputs(tensors, self.spec.dims.d_v)
         if rows:
             call = call_arguments(tensors, *results, scale)
-            plan.launch(binding.arguments, call, stream)
+            plan.launch(binding.arguments, call, stream, (*tensors, *results))
         return results
 
     def _shared_plan(self, key: PlanKey) -> SparseDecodePlan:
@@ -340,14 +330,14 @@ class Kernels(CacheOps, TopkOps):
             return self._default
         ordinal, count = self._find_ordinal(device), self._driver.device_count()
         if ordinal is None or not 0 <= ordinal < count:
-            raise DeviceError(f"device {device!r}: expected one of the {count} CUDA device(s), such as 0 or 'cuda:0'")
+            raise DeviceError(f"device {device!r}: expected {self._driver.known_devices()}")
         return ordinal
 
     def _find_ordinal(self, device: Device) -> int | None:
         if isinstance(device, int):
             return None if isinstance(device, bool) else device
         try:
-            named = torch.device(device)
+            named = torch.device("cpu" if device == EMULATOR else device)
         except (RuntimeError, TypeError):
             return None
         if named.type == "cuda" and named.index is None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -12,6 +11,7 @@ from dsagen.arch import arch
 from dsagen.families.kv_cache.family import EXTRA
 from dsagen.families.kv_cache.op import RowsShape, explain_call
 from dsagen.guard import require_bool
+from dsagen.runtime.device_kernels import DeviceKernels
 from dsagen.runtime.driver import Driver
 from dsagen.runtime.kv_cache import (
     OP,
@@ -26,9 +26,6 @@ from dsagen.runtime.kv_cache import (
 from dsagen.runtime.launch import Number, ReadyLaunches
 from dsagen.runtime.loader import Loader
 from dsagen.spec import DeploymentSpec
-
-if TYPE_CHECKING:
-    from dsagen.runtime.api import DeviceKernels
 
 
 class CacheOps(ABC):
@@ -82,7 +79,7 @@ class CacheOps(ABC):
         arguments = bind_write(tensors, record, write.rows, self._driver)
         ordinal = self._ordinal_of(rows)
         self._check_slots(ordinal, {"slots": (slots, arguments["pool_tokens"])})
-        self._launch_rows("write", extra, ordinal, arguments)
+        self._launch_rows("write", extra, ordinal, arguments, tensors.values())
 
     def kv_read(
         self,
@@ -122,7 +119,8 @@ class CacheOps(ABC):
         ordinal = self._ordinal_of(k_cache)
         self._check_slots(ordinal, {"slots": (slots, arguments["pool_tokens"])})
         result = make_out(out, int(arguments["rows_count"]), record, k_cache.device)
-        self._launch_rows("read", extra, ordinal, {**arguments, **out_arguments(result)})
+        operands = {**tensors, "out": result}.values()
+        self._launch_rows("read", extra, ordinal, {**arguments, **out_arguments(result)}, operands)
         return result
 
     def kv_convert(
@@ -150,7 +148,7 @@ class CacheOps(ABC):
         ordinal = self._ordinal_of(source)
         pools = ("source_tokens", "target_tokens")
         self._check_slots(ordinal, {n: (t, arguments[p]) for (n, t), p in zip(slots.items(), pools, strict=True)})
-        self._launch_rows("convert", extra, ordinal, arguments)
+        self._launch_rows("convert", extra, ordinal, arguments, (source, target, *slots.values()))
 
     def _check_slots(self, ordinal: int, slots: Mapping[str, tuple[torch.Tensor | None, Number]]) -> None:
         if self._checks_values:
@@ -158,12 +156,19 @@ class CacheOps(ABC):
             for name, (tensor, pool_tokens) in slots.items():
                 check_slots(name, tensor, pool_tokens)
 
-    def _launch_rows(self, role: str, extra: bool, ordinal: int, arguments: Mapping[str, Number]) -> None:
+    def _launch_rows(
+        self,
+        role: str,
+        extra: bool,
+        ordinal: int,
+        arguments: Mapping[str, Number],
+        operands: Iterable[torch.Tensor | None],
+    ) -> None:
         shape = RowsShape(int(arguments["rows_count"]))
         if shape.rows:
             (plan,) = self._on(ordinal).by_role[OP, role + EXTRA if extra else role]
             kernel, stream = self._loader.load(plan, ordinal), self._driver.current_stream(ordinal)
-            self._launches.launch(OP, [kernel], shape.blocks, stream, arguments)
+            self._launches.launch(OP, [kernel], shape.blocks, stream, arguments, tuple(operands))
 
     def _explain_rows(self, ordinal: int, rows: int) -> str:
         """What calls of the cache ops with that many rows take."""

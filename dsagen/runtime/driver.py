@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -61,14 +61,35 @@ class KernelAttributes:
 
 
 @dataclass(frozen=True)
+class PointerField:
+    """A member of the argument block that is an address; `writable` unless it points to const.
+
+    `kept`: what launches before have left there is read.
+    """
+
+    name: str
+    offset_bytes: int
+    writable: bool
+    kept: bool = False
+
+
+@dataclass(frozen=True)
 class LaunchConfig:
-    """One launch: `grid` CTAs in x, `threads` each. `overlaps_previous` asks for programmatic stream serialisation."""
+    """One launch: `grid` CTAs in x, `threads` each. `overlaps_previous` asks for programmatic stream serialisation.
+
+    `pointers` are for a driver that keeps kernels to the memory of their call.
+    """
 
     grid: int
     threads: int
     smem_bytes: int
     stream: int
     overlaps_previous: bool
+    pointers: tuple[PointerField, ...] = field(default=(), repr=False, compare=False)
+
+
+# The tensors of a call that its argument block may point into. A CUDA device maps all memory and ignores them.
+Operands = Sequence[torch.Tensor | None]
 
 
 class Driver(Protocol):
@@ -80,16 +101,25 @@ class Driver(Protocol):
     def ordinal(self, device: torch.device) -> int | None:
         """Ordinal of a torch device with an index, None for a device of another kind."""
 
+    def known_devices(self) -> str:
+        """The devices there are, for messages."""
+
+    def wanted_home(self, name: str, device: torch.device) -> str:
+        """Where a tensor that lies on `device` has to lie, and how it gets there, for messages."""
+
     def torch_device(self, ordinal: int) -> torch.device: ...  # noqa: D102
-    def load_kernel(self, ordinal: int, cubin: bytes, symbol: str) -> Any: ...  # noqa: D102
+    def load_kernel(self, ordinal: int, code: Any, symbol: str) -> Any: ...  # noqa: D102
     def attributes(self, ordinal: int, kernel: Any) -> KernelAttributes: ...  # noqa: D102
     def allow_dynamic_smem(self, ordinal: int, kernel: Any, smem_bytes: int) -> None: ...  # noqa: D102
     def current_stream(self, ordinal: int) -> int: ...  # noqa: D102
     def is_capturing(self, ordinal: int) -> bool:
         """Whether the current stream of the device is being captured, or forbids calls because another one is."""
 
-    def make_launch(self, ordinal: int, kernel: Any, config: LaunchConfig, params: int) -> Callable[[], None]:
-        """A prepared launch; `params` is the address of the array of parameter pointers, which must stay alive."""
+    def make_launch(self, ordinal: int, kernel: Any, config: LaunchConfig, params: int) -> Callable[[Operands], None]:
+        """A prepared launch, to be called with a call's operands.
+
+        `params` is the address of the array of parameter pointers, which must stay alive.
+        """
 
     def synchronize(self, ordinal: int, stream: int) -> None: ...  # noqa: D102
     def keep_for_stream(self, ordinal: int, tensor: torch.Tensor) -> None:
@@ -140,6 +170,14 @@ class CudaDriver:
         """The CUDA device of that index."""
         return torch.device("cuda", ordinal)
 
+    def known_devices(self) -> str:
+        """For messages."""
+        return f"one of the {self.device_count()} CUDA device(s), such as 0 or 'cuda:0'"
+
+    def wanted_home(self, name: str, device: torch.device) -> str:
+        """For messages."""
+        return cuda_home(name, device)
+
     def load_kernel(self, ordinal: int, cubin: bytes, symbol: str) -> Any:
         """The function of a cubin in the device's context. Libraries stay loaded: captured graphs may refer to them."""
         with self._current(ordinal):
@@ -184,7 +222,7 @@ class CudaDriver:
         _check(self._cuda, "cuStreamIsCapturing", result)
         return bool(status[0] != self._cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
 
-    def make_launch(self, ordinal: int, kernel: Any, config: LaunchConfig, params: int) -> Callable[[], None]:
+    def make_launch(self, ordinal: int, kernel: Any, config: LaunchConfig, params: int) -> Callable[[Operands], None]:
         """A prepared cuLaunchKernelEx."""
         launch = self._cuda.CUlaunchConfig()
         launch.gridDimX, launch.gridDimY, launch.gridDimZ = config.grid, 1, 1
@@ -199,7 +237,7 @@ class CudaDriver:
             launch.numAttrs = 1
         function, call = kernel.function, self._cuda.cuLaunchKernelEx
 
-        def run() -> None:
+        def run(_: Operands) -> None:
             with self._current(ordinal):
                 (result,) = call(launch, function, params, 0)
             _check(self._cuda, "cuLaunchKernelEx", result)
@@ -266,6 +304,12 @@ class _CurrentContext:
         if self._pushed:
             result, _ = self._cuda.cuCtxPopCurrent()
             _check(self._cuda, "cuCtxPopCurrent", result)
+
+
+def cuda_home(name: str, device: torch.device) -> str:
+    """Where a tensor of kernels on CUDA devices has to lie."""
+    other = ", or load the spec with device='emulator' to run kernels on the CPU" if device.type == "cpu" else ""
+    return f"a CUDA device: move it with {name}.to('cuda'){other}"
 
 
 def _import_driver() -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 
 from dsagen.errors import DeviceError, DsagenError
 from dsagen.plan import KernelPlan, ParamField
-from dsagen.runtime.driver import Driver, DriverError, LaunchConfig
+from dsagen.runtime.driver import Driver, DriverError, LaunchConfig, Operands, PointerField
 from dsagen.runtime.loader import LoadedKernel
 
 _CODES = {"u8": "B", "u16": "H", "u32": "I", "i32": "i", "f32": "f", "u64": "Q", "i64": "q", "pointer": "Q"}
@@ -69,14 +69,22 @@ class KernelLaunch:
         plan = kernel.plan
         self._driver, self._op, self._kernel = driver, op, kernel
         self._block, self._debug_sync = block, debug_sync
-        self._config = LaunchConfig(grid, plan.threads, plan.smem_bytes, stream, plan.overlaps_previous)
+        pointers = tuple(
+            PointerField(field.name, field.offset_bytes, not field.target.startswith("const "), field.kept)
+            for field in plan.params
+            if field.ctype == "pointer"
+        )
+        self._config = LaunchConfig(grid, plan.threads, plan.smem_bytes, stream, plan.overlaps_previous, pointers)
         self._launch = driver.make_launch(kernel.ordinal, kernel.handle, self._config, block.pointers_address)
 
-    def __call__(self, values: Mapping[str, Number]) -> None:
-        """Write the arguments and launch; DeviceError names op, kernel and arguments when the driver refuses."""
+    def __call__(self, values: Mapping[str, Number], operands: Operands) -> None:
+        """Write the arguments and launch; DeviceError names op, kernel and arguments when the driver refuses.
+
+        `operands` are the tensors that the arguments point into.
+        """
         self._block.write(values)
         try:
-            self._launch()
+            self._launch(operands)
             if self._debug_sync:
                 self._wait()
         except DriverError as error:
@@ -112,14 +120,20 @@ class ReadyLaunches:
         return len(self._launches)
 
     def launch(
-        self, op: str, kernels: Sequence[LoadedKernel], grid: int, stream: int, values: Mapping[str, Number]
+        self,
+        op: str,
+        kernels: Sequence[LoadedKernel],
+        grid: int,
+        stream: int,
+        values: Mapping[str, Number],
+        operands: Operands,
     ) -> None:
-        """Run an op's kernels one after the other on a stream."""
+        """Run an op's kernels one after the other on a stream; `operands` are the tensors of the call and its plan."""
         # The lock covers the launches too: until then the arguments lie in a launch's own block, and another thread's
         # kernel must not come between two that share a workspace.
         with self._lock:
             for kernel in kernels:
-                self._ready(op, kernel, grid, stream)(values)
+                self._ready(op, kernel, grid, stream)(values, operands)
 
     def _ready(self, op: str, kernel: LoadedKernel, grid: int, stream: int) -> KernelLaunch:
         key = (kernel.plan.slug, kernel.ordinal, grid, stream)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dsagen import knobs
 from dsagen.arch import Arch, arch_for_capability
-from dsagen.build import Store, build_units
+from dsagen.build import Store, StoreEntry, build_units
 from dsagen.errors import DeviceError, FrozenError, SpecError, StoreError
 from dsagen.guard import check
 from dsagen.limits import LOAD_GUARDS
@@ -17,7 +17,8 @@ from dsagen.plan import KernelPlan
 from dsagen.render import RenderedUnit, render
 from dsagen.runtime.driver import CAPTURE_ERRORS, NO_BINARY, DeviceFacts, Driver, DriverError
 
-ReadCubins = Callable[[Sequence[KernelPlan]], dict[str, bytes]]
+# What a driver loads, by slug: cubins, or what else it runs.
+ReadCode = Callable[[Sequence[KernelPlan]], Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -31,14 +32,19 @@ class LoadedKernel:
 
 def read_cubins(plans: Sequence[KernelPlan]) -> dict[str, bytes]:
     """Cubin by slug, compiling what the store lacks; with DSAGEN_NO_JIT a miss is a StoreError."""
+    return {slug: entry.cubin_path.read_bytes() for slug, entry in entries_of(plans).items()}
+
+
+def entries_of(plans: Sequence[KernelPlan]) -> dict[str, StoreEntry]:
+    """Store entry by slug, compiling what the store lacks; with DSAGEN_NO_JIT a miss is a StoreError."""
     units = [render(plan) for plan in plans]
     store = Store.open()
     if not knobs.NO_JIT.get():
-        return {result.entry.slug: result.entry.cubin_path.read_bytes() for result in build_units(units, store)}
-    return {unit.slug: _read_existing(store, unit) for unit in units}
+        return {result.entry.slug: result.entry for result in build_units(units, store)}
+    return {unit.slug: _existing(store, unit) for unit in units}
 
 
-def _read_existing(store: Store, unit: RenderedUnit) -> bytes:
+def _existing(store: Store, unit: RenderedUnit) -> StoreEntry:
     entry = store.lookup(unit)
     if entry is None:
         roots = ", ".join(str(root) for root in store.roots)
@@ -46,7 +52,7 @@ def _read_existing(store: Store, unit: RenderedUnit) -> bytes:
             f"{unit.slug} is not in the kernel store ({roots}), and DSAGEN_NO_JIT forbids to compile it now: run "
             "`dsagen build` for this spec, or point DSAGEN_CACHE_DIR to a store that has it"
         )
-    return entry.cubin_path.read_bytes()
+    return entry
 
 
 def device_arch(facts: DeviceFacts, ordinal: int, spec_name: str, declared: Sequence[str]) -> Arch:
@@ -67,9 +73,9 @@ def device_arch(facts: DeviceFacts, ordinal: int, spec_name: str, declared: Sequ
 class Loader:
     """Loaded kernels by variant and device. Safe to use from several threads; nothing is ever unloaded."""
 
-    def __init__(self, driver: Driver, read: ReadCubins = read_cubins) -> None:
+    def __init__(self, driver: Driver, read: ReadCode = read_cubins) -> None:
         self._driver, self._read = driver, read
-        self._cubins: dict[str, bytes] = {}
+        self._code: dict[str, Any] = {}
         self._loaded: dict[tuple[str, int], LoadedKernel] = {}
         self._lock = threading.RLock()
         self._frozen = False
@@ -84,12 +90,12 @@ class Loader:
         self._frozen = True
 
     def fetch(self, plans: Sequence[KernelPlan]) -> None:
-        """Have the cubins of these plans at hand, compiling what is missing."""
+        """Have the code of these plans at hand, compiling what is missing."""
         with self._lock:
-            missing = [plan for plan in plans if plan.slug not in self._cubins]
+            missing = [plan for plan in plans if plan.slug not in self._code]
             if missing:
                 self._refuse_when_frozen(missing[0], "compiled")
-                self._cubins |= self._read(missing)
+                self._code |= self._read(missing)
 
     def load(self, plan: KernelPlan, ordinal: int) -> LoadedKernel:
         """The kernel on that device.
@@ -119,7 +125,7 @@ class Loader:
     def _load(self, plan: KernelPlan, ordinal: int) -> LoadedKernel:
         facts = self._driver.facts(ordinal)
         try:
-            handle = self._driver.load_kernel(ordinal, self._cubins[plan.slug], plan.symbol)
+            handle = self._driver.load_kernel(ordinal, self._code[plan.slug], plan.symbol)
         except DriverError as error:
             if error.code in CAPTURE_ERRORS:
                 raise FrozenError(_capture_text(plan, ordinal)) from None

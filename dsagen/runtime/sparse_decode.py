@@ -14,9 +14,9 @@ from dsagen.division import page_divisor
 from dsagen.errors import DeviceError, DsagenError, GuardError
 from dsagen.families.sparse_decode.choice import TENSOR_GUARDS
 from dsagen.families.sparse_decode.guards import INDEX_GUARD, LENGTH_GUARD, WORKSPACE_GUARD
-from dsagen.families.sparse_decode.op import DecodePartition
+from dsagen.families.sparse_decode.op import WORKSPACE_ALIGNMENT_BYTES, DecodePartition
 from dsagen.guard import check
-from dsagen.runtime.driver import Driver
+from dsagen.runtime.driver import Driver, Operands
 from dsagen.runtime.launch import ArgumentBlock, KernelLaunch, Number
 from dsagen.runtime.loader import LoadedKernel
 from dsagen.runtime.tensors import (
@@ -28,6 +28,7 @@ from dsagen.runtime.tensors import (
     require_no_overlap,
     require_plain,
     require_separate_elements,
+    require_served,
     signature,
     span_bytes,
 )
@@ -103,8 +104,7 @@ class DecodeBinder:
         return found
 
     def _check(self, t: DecodeTensors) -> Binding:
-        if self._driver.ordinal(t.q.device) is None:
-            raise GuardError(f"[T-03] q: on {t.q.device}, expected a CUDA device: move it with q.to('cuda')")
+        require_served("q", t.q, self._driver)
         for name, tensor in t.given():
             require_device(name, tensor, t.q.device, "q")
             require_memory(name, tensor)
@@ -240,15 +240,16 @@ class SparseDecodePlan:
             "make another one with plan_sparse_decode"
         )
 
-    def launch(self, bound: Mapping[str, Number], call: Mapping[str, Number], stream: int) -> None:
-        """Launch the op's kernels with the arguments of a binding and those of the call."""
+    def launch(self, bound: Mapping[str, Number], call: Mapping[str, Number], stream: int, operands: Operands) -> None:
+        """Launch the op's kernels with the arguments of a binding and a call; `operands` are the call's tensors."""
         # One lock for both kernels: a second thread's main kernel must not come between them.
         with self._lock:
             if stream != self._stream:
                 self._bind(stream)
             values = {**self._arguments, **bound, **call}
+            reached = (*operands, self.workspace)
             for launch in self._launches:
-                launch(values)
+                launch(values, reached)
 
     def _bind(self, stream: int) -> None:
         if self._stream is not None:
@@ -381,7 +382,9 @@ def _output_strides(t: DecodeTensors, batch: int, s_q: int, heads: int, d_v: int
 
 def _new_workspace(needed_bytes: int, device: torch.device) -> torch.Tensor:
     try:
-        workspace = torch.empty(needed_bytes, dtype=torch.uint8, device=device)
+        # CUDA's allocations begin at such a multiple, those of the CPU need not.
+        room = 0 if device.type == "cuda" else WORKSPACE_ALIGNMENT_BYTES
+        workspace = torch.empty(needed_bytes + room, dtype=torch.uint8, device=device)
     except RuntimeError as error:  # torch.OutOfMemoryError, and what the CPU's allocator raises
         raise DeviceError(
             f"workspace: {needed_bytes} B cannot be had on {device}: plan a smaller batch or fewer splits "
@@ -389,7 +392,8 @@ def _new_workspace(needed_bytes: int, device: torch.device) -> torch.Tensor:
         ) from None
     # Under a mode of torch (FakeTensorMode, say) it would be memory in name only, and the plan may outlive the mode.
     require_plain("workspace", workspace)
-    return workspace
+    first = -workspace.data_ptr() % WORKSPACE_ALIGNMENT_BYTES
+    return workspace[first : first + needed_bytes]
 
 
 def _checked_workspace(workspace: torch.Tensor | None, needed_bytes: int, device: torch.device) -> torch.Tensor | None:

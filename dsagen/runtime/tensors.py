@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from dsagen.errors import GuardError
+from dsagen.runtime.driver import Driver
 
 _EXACT_TYPES = (torch.Tensor, torch.nn.Parameter)
 
@@ -66,6 +67,12 @@ def _has_address(tensor: torch.Tensor) -> bool:
         return tensor.numel() == 0 or tensor.data_ptr() != 0
     except RuntimeError:  # what torch says of a tensor without storage
         return False
+
+
+def require_served(name: str, tensor: torch.Tensor, driver: Driver) -> None:
+    """Refuse a tensor on a device of a kind that the driver does not serve."""
+    if driver.ordinal(tensor.device) is None:
+        raise GuardError(f"[T-03] {name}: on {tensor.device}, expected {driver.wanted_home(name, tensor.device)}")
 
 
 def require_device(name: str, tensor: torch.Tensor, expected: torch.device, expected_from: str) -> None:

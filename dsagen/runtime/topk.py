@@ -21,6 +21,7 @@ from dsagen.runtime.tensors import (
     require_no_overlap,
     require_plain,
     require_separate_elements,
+    require_served,
     span_bytes,
 )
 from dsagen.spec import DeploymentSpec
@@ -80,8 +81,7 @@ def bind(t: TopkTensors, options: TopkOptions, spec: DeploymentSpec, driver: Dri
     """The arguments of a call but for the outputs' addresses; GuardError for the first thing that does not fit."""
     for name, tensor in t.given():
         require_plain(name, tensor)
-    if driver.ordinal(t.scores.device) is None:
-        raise GuardError(f"[T-03] scores: on {t.scores.device}, expected a CUDA device: move it with scores.to('cuda')")
+    require_served("scores", t.scores, driver)
     for name, tensor in t.given():
         require_device(name, tensor, t.scores.device, "scores")
         require_memory(name, tensor)

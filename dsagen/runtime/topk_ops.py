@@ -31,7 +31,8 @@ from dsagen.runtime.topk_plan import TopkPlan
 from dsagen.spec import DeploymentSpec
 
 if TYPE_CHECKING:
-    from dsagen.runtime.api import Device, DeviceKernels
+    from dsagen.runtime.api import Device
+    from dsagen.runtime.device_kernels import DeviceKernels
 
 
 class TopkOps(ABC):
@@ -130,8 +131,9 @@ class TopkOps(ABC):
                 plan.claim(stream)
                 given = plan.arguments()
             loaded = [self._loader.load(kernel, ordinal) for kernel in chosen.plans]
-            values = {**arguments, **output_arguments(tensors, result), **given}
-            self._launches.launch(OP, loaded, chosen.ctas, stream, {**values, "row_step": chosen.ctas})
+            values = {**arguments, **output_arguments(tensors, result), **given, "row_step": chosen.ctas}
+            operands = (*tensors, result, None if plan is None else plan.workspace)
+            self._launches.launch(OP, loaded, chosen.ctas, stream, values, operands)
         return result
 
     def topk_slugs(self, scores: torch.Tensor, *, k: int, starts: torch.Tensor | None = None) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ import pytest
 
 from dsagen.arch import ARCHS
 from dsagen.build import Store, Toolchain, build_units, find_toolchain
+from dsagen.emulator import coverage
 from dsagen.errors import BuildError
 from dsagen.families.kv_cache import family as kv_cache
 from dsagen.families.kv_cache.family import cache_axes
@@ -82,6 +83,8 @@ def require_as_planned(plans: tuple[KernelPlan, ...], arch: str) -> None:
         assert (report["spill_store_bytes"], report["spill_load_bytes"], report["stack_bytes"]) == (0, 0, 0)
         assert report["smem_static_bytes"] == 0
         assert report["performance_messages"] == []
+        # What the emulator lacks, no machine without a GPU could prove.
+        assert coverage(result.entry.ptx_path.read_text()) == {}
 
 
 @pytest.mark.parametrize("spec_name", FORMAT_SPECS)

@@ -30,6 +30,7 @@ from dsagen.kv_format import kv_format
 from dsagen.plan import KernelPlan, Variant
 from dsagen.render import render
 
+PARTIALS = ("lse_accum", "o_accum")
 _PACK = {"pointer": "Q", "u64": "Q", "i64": "q", "u32": "I", "i32": "i", "f32": "f"}
 
 
@@ -40,14 +41,17 @@ class Kernel:
     plan: KernelPlan
     ptx: str
 
-    def launch(self, grid: int, values: Mapping[str, float], memory: Memory, seed: int = 0) -> Counts:
+    def launch(
+        self, grid: int, values: Mapping[str, float], memory: Memory, seed: int = 0, schedule: str | None = None
+    ) -> Counts:
         block = bytearray(self.plan.params_bytes)
         for field in self.plan.params:
             struct.pack_into("<" + _PACK[field.ctype], block, field.offset_bytes, values[field.name])
         plan = self.plan
         return emulator.launch(
-            self.ptx, plan.symbol, grid, plan.threads, bytes(block), plan.smem_bytes, memory, seed=seed, os_threads=2
-        )
+            self.ptx, plan.symbol, grid, plan.threads, bytes(block), plan.smem_bytes, memory,
+            seed=seed, schedule=schedule, os_threads=2, instruction_limit=1 << 24,
+        )  # fmt: skip
 
 
 def compile_ptx(text: str, arch: str) -> str:
@@ -104,9 +108,21 @@ class Run:
 
 
 def run(
-    case: DecodeCase, fmt: str, heads: int, arch: str, splits: int = 1, seed: int = 0, main: Kernel | None = None
+    case: DecodeCase,
+    fmt: str,
+    heads: int,
+    arch: str,
+    splits: int = 1,
+    seed: int = 0,
+    main: Kernel | None = None,
+    combine: Kernel | None = None,
+    schedule: str | None = None,
+    page_stride_bytes: int | None = None,
 ) -> Run:
-    """Main and, for several splits, combine. `main` replaces the kernel that would be compiled."""
+    """Main and, for several splits, combine. `main` and `combine` replace the kernels that would be compiled.
+
+    With a `page_stride_bytes` the cache's pages lie so far apart, with nothing in between.
+    """
     record = kv_format(fmt)
     inputs = inputs_of(case, fmt, heads)
     main = main or main_kernel(fmt, heads, arch)
@@ -117,8 +133,8 @@ def run(
     lse = torch.full((case.batch, case.s_q, heads), math.nan)
     values: dict[str, float] = {
         "s_q": case.s_q, "heads": heads, "num_splits": splits,
-        "out": memory.add("out", out), **_strides("out", out),
-        "lse": memory.add("lse", lse),
+        "out": memory.add("out", out, initialised=False), **_strides("out", out),
+        "lse": memory.add("lse", lse, initialised=False),
         "lse_stride_b": lse.stride(0), "lse_stride_s": lse.stride(1), "lse_stride_h": 1,
         "attn_sink": 0 if inputs.attn_sink is None else memory.add("attn_sink", inputs.attn_sink, writable=False),
         "lse_unit": math.log(2), "empty_lse": math.inf, "lse_accum": 0, "o_accum": 0,
@@ -128,15 +144,14 @@ def run(
             torch.full((part.rows, splits, heads), math.nan),
             torch.full((part.rows, splits, heads, record.d_v), math.nan),
         )
-        values |= {name: memory.add(name, t) for name, t in zip(("lse_accum", "o_accum"), partials, strict=True)}
+        values |= {name: memory.add(name, t, initialised=False) for name, t in zip(PARTIALS, partials, strict=True)}
     (pool,) = inputs.caches.values()
     multiplier, shift = page_divisor(case.page_size)
     indices, lengths = inputs.indices, inputs.topk_length
     arguments = {
         **values,
         "q": memory.add("q", _base(inputs.q), writable=False), **_strides("q", inputs.q),
-        "kv": memory.add("kv", _base(pool), writable=False),
-        "page_stride_bytes": pool.stride(0) * pool.element_size(),
+        **_place_pool(memory, pool, page_stride_bytes),
         "row_stride_bytes": record.io_stride_bytes, "page_multiplier": multiplier, "page_shift": shift,
         "page_size": case.page_size, "pool_tokens": pool.shape[0] * pool.shape[1],
         "head_groups": part.head_groups, "group_heads": part.group_heads, "topk": case.topk,
@@ -147,10 +162,23 @@ def run(
         "length_stride_s": 0 if lengths is None or lengths.dim() == 1 else 1,
         "scale_log2": inputs.sm_scale * math.log2(math.e),
     }  # fmt: skip
-    counts = main.launch(part.main_ctas, arguments, memory, seed)
+    counts = main.launch(part.main_ctas, arguments, memory, seed, schedule)
     if splits > 1:
-        combine_kernel(record.d_v, arch).launch(part.combine_ctas, values, memory, seed)
+        combine = combine or combine_kernel(record.d_v, arch)
+        overlaps = combine.plan.overlaps_previous
+        combine.launch(part.combine_ctas, values, memory.after(*PARTIALS) if overlaps else memory, seed, schedule)
     return Run(out, lse, counts)
+
+
+def _place_pool(memory: Memory, pool: torch.Tensor, stride: int | None) -> dict[str, int]:
+    """Arguments that say where the cache is."""
+    if stride is None:
+        base = memory.add("kv", _base(pool), writable=False)
+        return {"kv": base, "page_stride_bytes": pool.stride(0) * pool.element_size()}
+    base = 1 << 40
+    for number, page in enumerate(pool):
+        memory.add(f"page {number}", page.contiguous(), writable=False, address=base + number * stride)
+    return {"kv": base, "page_stride_bytes": stride}
 
 
 def _base(tensor: torch.Tensor) -> torch.Tensor:

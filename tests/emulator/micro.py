@@ -32,9 +32,10 @@ def launch(text: str, addresses: Sequence[int], memory: Memory, **options: int) 
     return emulator.launch(text, "k", grid, threads, params, options.pop("smem", 0), memory, **options)
 
 
-def compute(body: str, inputs: Sequence[np.ndarray], result: type, lanes: int = 32) -> np.ndarray:
-    """`body` reads {a}, {b}, .. and writes {out}, registers of the arrays' width; one element per lane."""
-    arrays = [*(np.ascontiguousarray(array) for array in inputs), np.zeros(lanes, result)]
+def compute(body: str, inputs: Sequence[np.ndarray], result: type) -> np.ndarray:
+    """`body` reads {a}, {b}, .. and writes {out}, registers of the arrays' width; one element per thread of a CTA."""
+    threads = len(inputs[0])
+    arrays = [*(np.ascontiguousarray(array) for array in inputs), np.zeros(threads, result)]
     memory = Memory()
     addresses = [memory.add(f"array{n}", array) for n, array in enumerate(arrays)]
     lines, names = [], {}
@@ -48,5 +49,5 @@ def compute(body: str, inputs: Sequence[np.ndarray], result: type, lanes: int = 
     last = len(arrays) - 1
     text = re.sub(r"\{(\w+)\}", lambda match: names.get(match[1], match[0]), body)
     store = f"st.global.{_SUFFIX[arrays[last].dtype.itemsize]} [%d{last}], {names['out']};"
-    launch(kernel("\n".join([*lines, text, store]), len(arrays)), addresses, memory)
+    launch(kernel("\n".join([*lines, text, store]), len(arrays)), addresses, memory, threads=threads)
     return arrays[last]

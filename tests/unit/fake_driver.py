@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dsagen.runtime.driver import DeviceFacts, DriverError, KernelAttributes, LaunchConfig
+from dsagen.runtime.driver import DeviceFacts, DriverError, KernelAttributes, LaunchConfig, Operands, cuda_home
 
 # As many registers as plans for this device reckon with.
 GOOD = KernelAttributes(registers=128, local_bytes=0, static_smem_bytes=0, max_threads=1024)
@@ -56,6 +56,12 @@ class FakeDriver:
     def torch_device(self, ordinal: int) -> torch.device:
         return torch.device("cpu")
 
+    def known_devices(self) -> str:
+        return "one of the 1 CUDA device(s), such as 0 or 'cuda:0'"
+
+    def wanted_home(self, name: str, device: torch.device) -> str:
+        return cuda_home(name, device)
+
     def load_kernel(self, ordinal: int, cubin: bytes, symbol: str) -> str:
         if self.load_error:
             raise DriverError("cuLibraryGetKernel", self.load_error, "refused")
@@ -76,7 +82,7 @@ class FakeDriver:
         return self.capturing
 
     def make_launch(self, ordinal: int, kernel: str, config: LaunchConfig, params: int):
-        def run() -> None:
+        def run(operands: Operands) -> None:
             if self.launch_error:
                 raise DriverError("cuLaunchKernelEx", self.launch_error, "refused")
             address = ctypes.c_void_p.from_address(params).value

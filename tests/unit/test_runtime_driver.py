@@ -34,7 +34,7 @@ for overlaps in (False, True):
     config = LaunchConfig(2147483647, 256, 199424, 0x77, overlaps)
     launch = driver.make_launch(1, kernel, config, ctypes.addressof(params))
     try:
-        launch()
+        launch(())
     except DriverError as error:
         out(error.code, error)
 """

@@ -61,7 +61,7 @@ FAULTS: dict[str, Fault] = {
         "Shared memory is bounded, whatever the data, and the result exact.",
         (
             "host_model/test_topk.py::test_reported_rows",
-            "emulator/test_emulated_topk.py::test_selection",
+            "emulator/test_conformance_emulated.py::test_case",
             "unit/test_check_topk.py::test_a_wrong_implementation_fails",
         ),
         "skips a digit",
@@ -70,7 +70,7 @@ FAULTS: dict[str, Fault] = {
     "garbage for NaN": Fault(
         "Rows with NaN give indices from shared memory that nobody wrote.",
         "NaN are the lowest scores; every slot is an index of the window or -1.",
-        ("host_model/test_topk.py::test_reported_rows", "emulator/test_emulated_topk.py::test_selection"),
+        ("host_model/test_topk.py::test_reported_rows", "emulator/test_conformance_emulated.py::test_case"),
         "garbage for NaN",
         ("topk.data.all_nan.k512", "topk.data.some_nan.k2048", "topk.repeated.some_nan"),
     ),
@@ -86,8 +86,7 @@ FAULTS: dict[str, Fault] = {
         "Blocks wait for others only where they are proven to run together.",
         (
             # It runs the blocks of a grid one after another, each to its end: a wait for a later one would not end.
-            "emulator/test_emulated_topk.py::test_selection",
-            "emulator/test_emulated_topk.py::test_rows_that_blocks_share",
+            "emulator/test_conformance_emulated.py::test_case",
         ),
     ),
     "too large for the device": Fault(
@@ -136,7 +135,7 @@ FAULTS: dict[str, Fault] = {
         "Rows longer than a streaming kernel was made for write past shared memory; something else is blamed.",
         "Bounds hold for any length, and a fault names op, kernel and arguments.",
         (
-            "emulator/test_emulated_topk.py::test_selection",
+            "emulator/test_conformance_emulated.py::test_case",
             "host_model/test_topk.py::test_the_kernels_that_are_built",
             "unit/test_runtime_topk.py::test_a_failing_launch_names_op_kernel_and_arguments",
             "unit/test_runtime_launch.py::test_debug_sync_finds_the_kernel_that_faults",

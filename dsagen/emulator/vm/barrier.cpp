@@ -13,7 +13,7 @@ u32 live_threads(const Cta& cta) {
 }
 
 void release(Cta& cta, int id) {
-  const NamedBarrier done = cta.barriers[id];
+  const NamedBarrier done = std::move(cta.barriers[id]);
   const auto mode = static_cast<Mode>(done.mode);
   cta.barriers[id] = NamedBarrier();
   cta.progress++;
@@ -26,7 +26,7 @@ void release(Cta& cta, int id) {
         continue;
       }
       warp.runnable |= stand.mask;
-      if (cta.races.on) cta.races.acquire(warp.index, done.clock);
+      if (cta.order.on) cta.order.acquire(warp, stand.mask, done.clock);
       if (mode == kRedPopc)
         each_lane(stand.mask, [&](int l) { warp.row(stand.result)[l] = done.count; });
       else if (mode != kSync)
@@ -45,14 +45,17 @@ void bar(Warp& w, const Ins& i, u32 mask) {
   const int first = __builtin_ctz(mask);
   const u32 id = w.row(x[1])[first], count = counted ? w.row(x[2])[first] : 0;
   each_lane(mask, [&](int l) {
-    if (w.row(x[1])[l] != id || (counted && w.row(x[2])[l] != count)) fail("lanes of a warp name different barriers or counts");
+    if (w.row(x[1])[l] != id || (counted && w.row(x[2])[l] != count))
+      fail("lanes of a warp name different barriers or counts");
   });
   if (id >= 16) fail("barrier %u: there are barriers 0 to 15", id);
-  if (counted && (count == 0 || count % kLanes != 0)) fail("barrier %u: %u threads are no positive multiple of 32", id, count);
+  if (counted && (count == 0 || count % kLanes != 0))
+    fail("barrier %u: %u threads are no positive multiple of 32", id, count);
   Cta& cta = *w.cta;
   NamedBarrier& barrier = cta.barriers[id];
   if (barrier.arrived != 0 && barrier.expected != count)
-    fail("barrier %u: %u threads are expected here, %u by those who have arrived (0: all of the CTA)", id, count, barrier.expected);
+    fail("barrier %u: %u threads are expected here, %u by those who have arrived (0: all of the CTA)", id, count,
+         barrier.expected);
   const u32 waits = mode == kArrive ? kSync : mode;
   if (barrier.arrived != 0 && barrier.mode != waits) fail("barrier %u: a reduction and something else meet", id);
   barrier.mode = waits;
@@ -64,7 +67,7 @@ void bar(Warp& w, const Ins& i, u32 mask) {
     barrier.all &= votes == mask;
     barrier.count += static_cast<u32>(__builtin_popcount(votes));
   }
-  if (cta.races.on) cta.races.release(w.index, barrier.clock);
+  if (cta.order.on) cta.order.release(w, mask, barrier.clock);
   cta.progress++;
   if (mode != kArrive) {
     w.set_pc(w.group, w.now + 1);
@@ -73,7 +76,8 @@ void bar(Warp& w, const Ins& i, u32 mask) {
     w.stop = true;
   }
   const u32 expected = count != 0 ? count : live_threads(cta);
-  if (barrier.arrived > expected) fail("barrier %u: %u threads have arrived, %u were expected", id, barrier.arrived, expected);
+  if (barrier.arrived > expected)
+    fail("barrier %u: %u threads have arrived, %u were expected", id, barrier.arrived, expected);
   if (barrier.arrived == expected) release(cta, static_cast<int>(id));
 }
 

@@ -1,7 +1,7 @@
 // Comparisons, selections and predicate logic.
 #include <cmath>
 
-#include "machine.h"
+#include "numerics.h"
 
 namespace vm {
 namespace {
@@ -62,6 +62,66 @@ VM_SETP_INT(u64, u64)
 VM_SETP_INT(s64, i64)
 VM_SETP_FLOAT(f32, float)
 VM_SETP_FLOAT(f64, double)
+
+// ---- f16 and bf16, and f32 with subnormals flushed: the comparison by number ----
+namespace {
+
+// In the order that Python has them.
+enum Comparison { kEq, kNe, kLt, kLe, kGt, kGe, kEqu, kNeu, kLtu, kLeu, kGtu, kGeu, kNum, kNan };
+
+bool holds(Comparison comparison, float a, float b) {
+  switch (comparison) {
+    case kEq: return a == b;
+    case kNe: return a < b || a > b;
+    case kLt: return a < b;
+    case kLe: return a <= b;
+    case kGt: return a > b;
+    case kGe: return a >= b;
+    case kEqu: return !(a < b || a > b);
+    case kNeu: return a != b;
+    case kLtu: return !(a >= b);
+    case kLeu: return !(a > b);
+    case kGtu: return !(a <= b);
+    case kGeu: return !(a < b);
+    case kNum: return !unordered(a, b);
+    case kNan: return unordered(a, b);
+  }
+  return false;
+}
+
+u32 combined(u32 flags, u32 bits, u32 c) {
+  switch (flags & 3) {
+    case 1: return bits & c;
+    case 2: return bits | c;
+    case 3: return bits ^ c;
+    default: return bits;
+  }
+}
+
+// flags: bits 0-1 boolean operator, 2-3 type (0 f16, 1 bf16, 2 f32), 4 flush, 5 the upper half of a pair.
+float operand_of(u32 flags, u32 bits) {
+  const u16 half = static_cast<u16>(flags >> 5 & 1 ? bits >> 16 : bits);
+  const u32 type = flags >> 2 & 3;
+  const float value = type == 0 ? half_value(half) : type == 1 ? bf16_value(half) : bits_as<float>(bits);
+  const float least = type == 0 ? 0x1p-14f : 0x1p-126f;
+  return (flags >> 4 & 1) && std::fabs(value) < least ? std::copysign(0.0f, value) : value;
+}
+
+// Operands: p, q (its complement), a, b, a predicate; imm is the comparison.
+void setp_any(Warp& w, const Ins& i, u32 mask) {
+  VM_OPERANDS;
+  const u32 *a = w.row(x[2]), *b = w.row(x[3]), c = w.predicate(x[4]);
+  u32 bits = 0;
+  for (int l = 0; l < kLanes; l++) {
+    const bool is = holds(static_cast<Comparison>(i.imm), operand_of(i.flags, a[l]), operand_of(i.flags, b[l]));
+    bits |= static_cast<u32>(is) << l;
+  }
+  w.set_predicate(x[1], mask, combined(i.flags, ~bits, c));
+  w.set_predicate(x[0], mask, combined(i.flags, bits, c));
+}
+const Register register_setp_any("setp_any", setp_any);
+
+}  // namespace
 
 #define VM_SELP(BITS, U)                                                                \
   static void selp_b##BITS(Warp& w, const Ins& i, u32 mask) {                           \

@@ -1,21 +1,14 @@
-// Scheduling of lanes, warps and CTAs, and the entry points for Python.
+// A CTA: its warps, their lanes, and what they hold; whose turn it is, is decided in schedule.cpp.
 #include <algorithm>
-#include <atomic>
 #include <cstdarg>
 #include <cstdio>
-#include <mutex>
-#include <thread>
 
+#include "counters.h"
 #include "machine.h"
 
 namespace vm {
 
-std::string describe_mbarrier(const Cta& cta, u32 address);
-
 namespace {
-
-constexpr u32 kSlice = 1024;
-constexpr u32 kIdleRounds = 64;
 
 std::vector<std::pair<const char*, Handler>>& table() {
   static std::vector<std::pair<const char*, Handler>> all;
@@ -56,7 +49,8 @@ std::string place(const Cta& cta, u32 pc) {
   return out;
 }
 
-Cta::Cta(const Launch& given, const std::vector<Region>& all) : launch(&given), regions(&all) {
+Cta::Cta(const Launch& given, const std::vector<Region>& all, GlobalOrder& order_of_all)
+    : launch(&given), global(&order_of_all), regions(&all) {
   const u32 threads = given.block[0] * given.block[1] * given.block[2];
   const u32 count = (threads + kLanes - 1) / kLanes;
   const size_t row_words = static_cast<size_t>(given.slots) * kLanes;
@@ -64,8 +58,8 @@ Cta::Cta(const Launch& given, const std::vector<Region>& all) : launch(&given), 
   storage.resize(count * (row_words + given.predicates) + 32);
   auto base = reinterpret_cast<u32*>((reinterpret_cast<uintptr_t>(storage.data()) + 63) & ~uintptr_t(63));
   warps.resize(count);
+  priorities.resize(count);
   commit_groups.resize(static_cast<size_t>(count) * kLanes);
-  landed.resize(static_cast<size_t>(count) * kLanes);
   for (u32 n = 0; n < count; n++) {
     Warp& w = warps[n];
     w.cta = this;
@@ -77,10 +71,12 @@ Cta::Cta(const Launch& given, const std::vector<Region>& all) : launch(&given), 
     w.born = lanes == kLanes ? kFullMask : (1u << lanes) - 1;
     w.local.resize(static_cast<size_t>(given.local_bytes) * kLanes);
   }
+  if (given.meter != nullptr) meter = std::make_shared<Meter>(given);
 }
 
 // Kinds: 0 the value itself, else a special register.
 void Cta::load_specials(Warp& w) {
+  if (meter != nullptr) meter->start(w);
   const Launch& g = *launch;
   for (u32 n = 0; n < g.preload_count; n++) {
     const Preload& p = g.preloads[n];
@@ -106,12 +102,14 @@ void Cta::load_specials(Warp& w) {
         case 21: row[l] = g.shared_bytes; break;
         case 22: row[l] = 0; break;
         case 23: row[l] = 1; break;
+        case 24: row[l] = static_cast<u32>(warps.size()); break;
       }
     }
   }
 }
 
-void Cta::reset(u32 linear) {
+void Cta::start(u32 number) {
+  linear = number;
   id[0] = linear % launch->grid[0];
   id[1] = linear / launch->grid[0] % launch->grid[1];
   id[2] = linear / launch->grid[0] / launch->grid[1];
@@ -119,19 +117,24 @@ void Cta::reset(u32 linear) {
   shared_valid.assign(launch->shared_bytes, 0);
   for (NamedBarrier& barrier : barriers) barrier = NamedBarrier();
   mbarriers.clear();
-  races.on = launch->races != 0;
-  if (races.on) races.reset(static_cast<u32>(warps.size()), launch->shared_bytes);
-  std::fill(landed.begin(), landed.end(), 0);
+  order.reset(*this, linear);
   pending.clear();
   std::fill(commit_groups.begin(), commit_groups.end(), 0);
+  copies_committed.assign(order.on ? commit_groups.size() : 0, {});
   executed = 0;
+  // Registers that nobody has written hold the same in every CTA.
+  std::fill(storage.begin(), storage.end(), kFullMask);
+  for (u32& priority : priorities) priority = 0;
   random.state = (launch->seed + 1) * 0x9e3779b97f4a7c15ull + linear;
   random.next();
   for (Warp& w : warps) {
     std::fill(w.pc, w.pc + kLanes, 0);
     w.live = w.runnable = w.born;
     w.parked = w.yielded = w.polling = w.grid_waited = 0;
+    w.fingerprint = 0;
     w.stands.clear();
+    std::fill(w.predicates, w.predicates + launch->predicates, 0);
+    w.predicates[1] = kFullMask;
     load_specials(w);
   }
 }
@@ -154,10 +157,14 @@ void Cta::run_group(Warp& w, u32 limit, u32& budget) {
     if (i.guard != 0) mask &= i.guard > 0 ? w.predicates[i.guard - 1] : ~w.predicates[-i.guard - 1];
     w.now = pc;
     w.next = pc + 1;
+    if (meter != nullptr) meter->before(w, i, mask);
     if (mask != 0) {
       fault_lane = static_cast<u32>(__builtin_ctz(mask));
       functions[i.op](w, i, mask);
+      if (meter != nullptr) meter->after(w);
       if (w.stop) break;
+    } else if (meter != nullptr) {
+      meter->after(w);
     }
     pc = w.next;
   }
@@ -193,114 +200,7 @@ bool Cta::run_warp(Warp& w, u32 budget) {
   return true;
 }
 
-bool Cta::run_round() {
-  bool worked = false;
-  const u32 count = static_cast<u32>(warps.size());
-  const bool shuffled = launch->seed != 0;
-  // With a seed: from a random warp on, with slices of all lengths, some warps left out for the round.
-  const u32 first = shuffled ? random.below(count) : 0;
-  const u32 longest = !shuffled ? kSlice : random.below(2) ? 16 : 8192;
-  const bool leave_out = shuffled && random.below(2);
-  for (u32 n = 0; n < count; n++) {
-    Warp& w = warps[(first + n) % count];
-    if (w.runnable == 0) continue;
-    if (leave_out && random.below(3) == 0) {
-      worked = true;
-      continue;
-    }
-    try {
-      worked |= run_warp(w, shuffled ? 1 + random.below(longest) : kSlice);
-    } catch (Fault& fault) {
-      fault.text += print("\n  at %s, thread %d (warp %u, lane %u), CTA (%u, %u, %u)", place(*this, w.now).c_str(),
-                          w.thread(static_cast<int>(fault_lane)), w.index, fault_lane, id[0], id[1], id[2]);
-      throw;
-    }
-  }
-  return worked;
-}
-
-void Cta::run(u32 linear) {
-  reset(linear);
-  u32 idle = 0;
-  for (;;) {
-    u32 live = 0;
-    for (const Warp& w : warps) live |= w.live;
-    if (live == 0) break;
-    const u64 before = progress;
-    const bool worked = run_round();
-    if (executed > launch->instruction_limit) {
-      std::string where;
-      for (const Warp& w : warps)
-        if (w.runnable != 0 && where.size() < 2000) where += print("\n  warp %u runs at %s", w.index, place(*this, w.now).c_str());
-      throw Fault{print("livelock: CTA (%u, %u, %u) ran %llu instructions", id[0], id[1], id[2],
-                        static_cast<unsigned long long>(executed)) + where};
-    }
-    if (launch->seed != 0 && random.below(4) == 0) complete_some(*this, false);
-    if (worked || progress != before) {
-      idle = 0;
-    } else if (complete_some(*this, launch->seed == 0)) {
-      idle = 0;
-    } else if (++idle == kIdleRounds) {
-      report_deadlock();
-    }
-  }
-  counters[kInstructions] += executed;
-}
-
-void Cta::report_deadlock() {
-  std::string text = print("deadlock in CTA (%u, %u, %u): nothing can run and no copy is under way", id[0], id[1], id[2]);
-  for (const Warp& w : warps) {
-    if (text.size() > 3400) break;
-    for (const Stand& stand : w.stands) {
-      const NamedBarrier& barrier = barriers[stand.barrier];
-      text += print("\n  warp %u, lanes %#x: at barrier %d, %u threads have arrived of ", w.index, stand.mask, stand.barrier, barrier.arrived);
-      text += barrier.expected != 0 ? print("%u", barrier.expected) : std::string("all");
-      text += ", " + place(*this, stand.pc);
-    }
-    if (w.parked != 0)
-      text += print("\n  warp %u, lanes %#x: wait for other lanes of the warp, ", w.index, w.parked) + place(*this, w.pc[__builtin_ctz(w.parked)]);
-    if (w.runnable != 0)
-      text += print("\n  warp %u, lanes %#x: wait for parity %u of the mbarrier at shared byte %u (%s), ", w.index, w.runnable, w.poll_parity,
-                    w.poll_address - kSharedReserve, describe_mbarrier(*this, w.poll_address).c_str()) + place(*this, w.poll_pc);
-  }
-  throw Fault{text};
-}
-
 }  // namespace vm
-
-namespace {
-
-void run_ctas(vm::Launch& launch, const std::vector<vm::Region>& regions, std::atomic<uint32_t>& next, uint32_t count,
-              std::mutex& lock, std::string& message) {
-  vm::Cta cta(launch, regions);
-  try {
-    for (uint32_t linear; (linear = next.fetch_add(1)) < count;) cta.run(linear);
-  } catch (const vm::Fault& fault) {
-    next = count;
-    const std::lock_guard<std::mutex> guard(lock);
-    if (message.empty()) message = fault.text;
-  }
-  const std::lock_guard<std::mutex> guard(lock);
-  for (int n = 0; n < 4; n++) launch.counters[n] += cta.counters[n];
-}
-
-}  // namespace
-
-// 0, or 1 with a message.
-extern "C" int vm_run(vm::Launch* launch) {
-  std::vector<vm::Region> regions(launch->regions, launch->regions + launch->region_count);
-  const uint32_t count = launch->grid[0] * launch->grid[1] * launch->grid[2];
-  std::atomic<uint32_t> next{0};
-  std::mutex lock;
-  std::string message;
-  std::vector<std::thread> others;
-  for (uint32_t n = 1; n < std::min(launch->os_threads, count); n++)
-    others.emplace_back([&] { run_ctas(*launch, regions, next, count, lock, message); });
-  run_ctas(*launch, regions, next, count, lock, message);
-  for (std::thread& other : others) other.join();
-  snprintf(launch->message, sizeof launch->message, "%s", message.c_str());
-  return message.empty() ? 0 : 1;
-}
 
 extern "C" uint32_t vm_instruction_count() { return static_cast<uint32_t>(vm::handlers().size()); }
 extern "C" const char* vm_instruction_name(uint32_t n) { return vm::handlers()[n].first; }

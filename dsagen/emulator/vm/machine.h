@@ -2,6 +2,7 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -44,6 +45,7 @@ struct Region {
   u8* host;
   u32 writable;
   u32 after_wait;  // only accessible past griddepcontrol.wait
+  u8* valid;  // whether each byte has been written; null: all have
   const char* name;
 };
 
@@ -66,12 +68,15 @@ struct Launch {
   u32 local_bytes, shared_bytes, dynamic_shared_bytes;
   u32 grid[3], block[3];
   u32 os_threads, races;
+  u32 schedule, resident;  // Schedule; CTAs that take turns on an OS thread
   u64 seed;
   u64 instruction_limit;
   u64 counters[4];  // out: warp instructions, completed barriers, matrix products, bytes copied asynchronously
   char message[4096];
+  struct MeterTotals* meter;  // of counters.h; null where nothing is measured
 };
 
+enum Schedule : u32 { kInTurn, kRandom, kByPriority };
 enum Counter { kInstructions, kBarriers, kMatrixProducts, kCopiedBytes };
 
 // Thrown by an instruction; the machine adds the place.
@@ -92,6 +97,13 @@ struct Random {
 };
 
 struct Cta;
+class Meter;
+
+}  // namespace vm
+
+#include "order.h"
+
+namespace vm {
 
 // Lanes that stand at a CTA barrier.
 struct Stand {
@@ -111,9 +123,14 @@ struct Warp {
   u32 runnable = 0;   // live and not parked, nor at a barrier
   u32 parked = 0;     // at a warp-wide instruction, other lanes are to come
   u32 yielded = 0;    // runnable, but others go first
-  u32 polling = 0;    // last did a failed mbarrier wait, of `poll_address`
-  u32 poll_pc = 0, poll_address = 0, poll_parity = 0;
+  u32 polling = 0;    // last did a failed mbarrier wait of `poll_address`, or a strong access
+  u32 poll_pc = 0, poll_parity = 0;
+  u64 poll_address = 0;
+  bool polls_memory = false;
+  u64 fingerprints[8] = {};  // of its registers after its last turns, while nothing else happened
+  u32 fingerprint = 0;       // the next to be replaced
   u32 grid_waited = 0;  // lanes past griddepcontrol.wait
+  u32 store = 0;        // number of the store that runs
   std::vector<Stand> stands;
   std::vector<u8> local;
 
@@ -140,48 +157,20 @@ struct Pending {
   u32 barrier;
   u32 pc;
   u32 lane_bit;
+  u32 number = 0;  // among the thread's copies; for an arrival, how many it waits for
 };
 
-using Clock = std::vector<u32>;
-
-// What races.cpp keeps of a CTA.
-struct RaceDetector {
-  struct Write {
-    u32 clock = 0;
-    u16 agent = 0;
-    bool narrow = false;
-    u32 pc = 0;
-  };
-  bool on = false;
-  u32 agents = 0;  // warps, then the asynchronous engine
-  u32 landings = 0;
-  std::vector<u32> clocks;       // [warp][agent]
-  std::vector<Write> writes;     // last one of each word
-  std::vector<u32> reads;        // [word][agent], clock of its last read
-  std::vector<u32> read_places;  // [word], pc of the last read
-
-  u32* clock_of(u32 warp) { return &clocks[static_cast<size_t>(warp) * agents]; }
-  void reset(u32 warp_count, u32 shared_bytes);
-  void release(u32 warp, Clock& into);
-  void acquire(u32 warp, const Clock& from);
-  void release_landing(u32 landing, Clock& into);
-  void acquire_landing(u32 warp, u32 landing);
-  void access(const Cta& cta, const Warp& w, u32 offset, u32 bytes, bool write);
-  void issue(const Cta& cta, const Warp& w, u32 offset, u32 bytes);
-  u32 land(u32 offset, u32 bytes);
-  void check_initialised(const Cta& cta, const Warp& w, u32 offset);
-
- private:
-  void check_write(const Cta& cta, u32 warp, u32 word, bool narrow);
-};
-
-// Clocks of an mbarrier: collected in the running phase, and of the one that completed last.
+// Of an mbarrier: what arrivals of the running phase release, what those of the last phase have; and who has made its
+// initialisation visible to the asynchronous proxy.
 struct MbarrierClocks {
-  Clock arriving, completed;
+  Knowledge arriving, completed;
+  u32 agent = 0, phases = 0;
+  u32 initialiser = 0;  // thread
+  Access fenced{};
 };
 
 struct NamedBarrier {
-  Clock clock;
+  Knowledge clock;
   u32 arrived = 0, expected = 0;  // expected 0: all threads that have not exited
   u32 mode = 0;                   // what those who wait do, see barrier.cpp
   bool any = false, all = true;
@@ -191,15 +180,18 @@ struct NamedBarrier {
 struct Cta {
   const Launch* launch = nullptr;
   u32 id[3] = {};
+  u32 linear = 0;
   std::vector<u8> shared, shared_valid;
   std::vector<u32> storage;
   std::vector<Warp> warps;
+  std::vector<u32> priorities;  // of warps, for schedules that have them
   NamedBarrier barriers[16];
   std::unordered_map<u32, MbarrierClocks> mbarriers;  // by address
-  RaceDetector races;
-  std::vector<u32> landed;  // per thread: its copies' last landing
+  Order order;
+  GlobalOrder* global = nullptr;
   std::vector<Pending> pending;
   std::vector<u32> commit_groups;  // per thread: groups committed so far
+  std::vector<std::vector<u32>> copies_committed;  // per thread: copies up to each commit
   const Region* last_region = nullptr;
   Random random{};
   u64 progress = 0;  // changes whenever something happens that others may wait for
@@ -207,17 +199,24 @@ struct Cta {
   u64 executed = 0;
   u32 fault_lane = 0;
   const std::vector<Region>* regions = nullptr;
+  std::shared_ptr<Meter> meter;  // where the launch is measured
 
-  explicit Cta(const Launch& launch, const std::vector<Region>& regions);
-  void run(u32 linear);
+  Cta(const Launch& launch, const std::vector<Region>& regions, GlobalOrder& global);
+  void start(u32 linear);
+  bool finished() const;
+  // One turn of each warp; whether anything came of it. `strict`: registers that change count, accesses do not.
+  bool turn(bool strict);
+  // So many instructions of one warp, at most; false where it can do nothing at present.
+  bool run_slice(Warp& warp, u32 budget);
+  // Who waits where.
+  std::string describe_waiting() const;
 
  private:
-  void reset(u32 linear);
-  bool run_round();
+  bool run_in_turn(bool strict);
+  bool run_by_priority(bool strict);
   bool run_warp(Warp& warp, u32 budget);
   void run_group(Warp& warp, u32 limit, u32& budget);
   void load_specials(Warp& warp);
-  [[noreturn]] void report_deadlock();
 };
 
 using Handler = void (*)(Warp&, const Ins&, u32 mask);
@@ -229,8 +228,13 @@ const std::vector<std::pair<const char*, Handler>>& handlers();
 
 // ---- memory (memory.cpp) ----
 // Host bytes behind an address, after all checks; `lane` is for the message.
-// Atomic accesses do not race with each other and order nothing.
-u8* access(Warp& w, Space space, u64 address, u32 bytes, bool write, int lane, bool atomic = false);
+// `strong` (AccessFlag): accesses that do not race with each other.
+u8* access(Warp& w, Space space, u64 address, u32 bytes, bool write, int lane, u32 strong = 0);
+// What a generic or global address is called in messages.
+std::string name_address(const Cta& cta, u64 address);
+// The word of an atomic operation, after all checks; and, after all lanes' are done, whether any changed its word.
+u8* atomic_access(Warp& w, const Ins& i, u64 address, u32 bytes, int lane);
+void end_atomic(Warp& w, u32 mask, u64 address, bool changes);
 u8* shared_bytes(Cta& cta, u32 address, u32 bytes, const char* what);
 const u8* global_source(Cta& cta, u64 address, u32 bytes, bool waited);
 u64 address_of(Warp& w, const Ins& i, u16 operand, int lane);
@@ -239,11 +243,16 @@ u64 address_of(Warp& w, const Ins& i, u16 operand, int lane);
 bool complete_some(Cta& cta, bool all);
 void complete_pending(Cta& cta, size_t index);
 
+std::string describe_mbarrier(const Cta& cta, u32 address);
+
 // ---- barriers (barrier.cpp) ----
 void recheck_barriers(Cta& cta);
 
 // A description of an instruction's place in the sources.
 std::string place(const Cta& cta, u32 pc);
+
+// After a strong access, which may be one of many that wait for another thread's: others run first.
+void poll(Warp& w, u32 mask, u64 address);
 
 // Takes lanes out of the running group for good, or until others have run.
 void yield_lanes(Warp& w, u32 mask);

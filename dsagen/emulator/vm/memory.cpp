@@ -30,22 +30,9 @@ std::string nearest(Cta& cta, u64 address) {
     if (away < distance) distance = away, best = &region;
   }
   if (best == nullptr) return "no buffer is registered";
-  if (address < best->begin) return print("%llu bytes before buffer %s", static_cast<unsigned long long>(distance), best->name);
+  if (address < best->begin)
+    return print("%llu bytes before buffer %s", static_cast<unsigned long long>(distance), best->name);
   return print("%llu bytes past the end of buffer %s", static_cast<unsigned long long>(distance), best->name);
-}
-
-u8* global_bytes(Cta& cta, u64 address, u32 bytes, bool write, bool waited) {
-  const auto shown = static_cast<unsigned long long>(address);
-  const Region* region = find_region(cta, address);
-  if (region == nullptr)
-    fail("%s of %u bytes at global address %#llx: %s", write ? "write" : "read", bytes, shown, nearest(cta, address).c_str());
-  if (address + bytes > region->end)
-    fail("%s of %u bytes at global address %#llx runs past the end of buffer %s", write ? "write" : "read", bytes, shown,
-         region->name);
-  if (write && !region->writable) fail("write of %u bytes at %#llx into the read-only buffer %s", bytes, shown, region->name);
-  if (region->after_wait && !waited)
-    fail("%s of buffer %s, which the grid before writes, ahead of griddepcontrol.wait", write ? "write" : "read", region->name);
-  return region->host + (address - region->begin);
 }
 
 // Whether all bytes have been written.
@@ -69,15 +56,76 @@ void set_valid(u8* valid, u32 bytes) {
   }
 }
 
+u8* global_bytes(Cta& cta, u64 address, u32 bytes, bool write, bool waited, const Region** in = nullptr) {
+  const auto shown = static_cast<unsigned long long>(address);
+  const Region* region = find_region(cta, address);
+  if (region == nullptr)
+    fail("%s of %u bytes at global address %#llx: %s", write ? "write" : "read", bytes, shown,
+         nearest(cta, address).c_str());
+  if (address + bytes > region->end)
+    fail("%s of %u bytes at global address %#llx runs past the end of buffer %s", write ? "write" : "read", bytes,
+         shown,
+         region->name);
+  if (write && !region->writable)
+    fail("write of %u bytes at %#llx into the read-only buffer %s", bytes, shown, region->name);
+  if (region->after_wait && !waited)
+    fail("%s of buffer %s, which the grid before writes, ahead of griddepcontrol.wait", write ? "write" : "read",
+         region->name);
+  if (in != nullptr) *in = region;
+  u8* valid = region->valid;
+  if (valid != nullptr) {
+    valid += address - region->begin;
+    if (write)
+      set_valid(valid, bytes);
+    else if (!all_valid(valid, bytes))
+      fail("read of %u bytes of buffer %s at byte %llu, which nobody has written", bytes, region->name,
+           static_cast<unsigned long long>(address - region->begin));
+  }
+  return region->host + (address - region->begin);
+}
+
 struct LoadFormat {
   u32 bytes, count;
   bool is_signed;
   u32 total() const { return bytes * count; }
 };
 // flags: bits 0-2 space, 3-4 log2 of an element's bytes, 5-8 elements, 9 signed, 10 address is 64 bits wide,
-// 11-12 log2 of the destination register's bytes.
+// 11-12 log2 of the destination register's bytes, 13-15 what it orders (Semantics), 24-25 its scope (0 CTA, 1 wider).
 LoadFormat format_of(u32 flags) { return {1u << (flags >> 3 & 3), flags >> 5 & 15, (flags >> 9 & 1) != 0}; }
 Space space_of(u32 flags) { return static_cast<Space>(flags & 7); }
+Semantics semantics_of(u32 flags) { return static_cast<Semantics>(flags >> 13 & 7); }
+u32 scope_of(u32 flags) { return flags >> 24 & 3; }
+// Loads and stores that are weak are not strong.
+u32 strength_of(u32 flags) {
+  if (semantics_of(flags) == Semantics::kWeak) return 0;
+  return scope_of(flags) == 0 ? u32{kStrong} | kCtaScope : u32{kStrong};
+}
+Touch touch_of(bool write, u32 strong) { return strong != 0 ? Touch::kStrong : write ? Touch::kWrite : Touch::kRead; }
+
+// Where a strong access synchronises: whether in global memory, and the address in the space that it lies in.
+bool is_global(u32 flags, u64& address) {
+  const Space space = space_of(flags);
+  if (space == kShared || space == kLocal) return false;
+  if (space == kGeneric && (address & ~(kWindowBytes - 1)) == kSharedWindow) {
+    address -= kSharedWindow;
+    return false;
+  }
+  return true;
+}
+
+void find(Warp& w, const Ins& i, int lane, u64 address) {
+  Order& order = w.cta->order;
+  if (!order.on || !order.synchronises()) return;
+  const bool global = is_global(i.flags, address);
+  order.find(w, static_cast<u32>(lane), global, address, semantics_of(i.flags), scope_of(i.flags));
+}
+
+void leave(Warp& w, const Ins& i, int lane, u64 address, bool replaces) {
+  Order& order = w.cta->order;
+  if (!order.on || !order.synchronises()) return;
+  const bool global = is_global(i.flags, address);
+  order.leave(w, static_cast<u32>(lane), global, address, semantics_of(i.flags), scope_of(i.flags), replaces);
+}
 
 u64 load_bits(const u8* from, const LoadFormat& format) {
   u64 bits = 0;
@@ -99,21 +147,27 @@ void ld(Warp& w, const Ins& i, u32 mask) {
   VM_OPERANDS;
   const LoadFormat format = format_of(i.flags);
   const Space space = space_of(i.flags);
+  const u32 strong = strength_of(i.flags);
   // Words into 32-bit registers, by far the most frequent.
-  if ((i.flags >> 3 & 3) == 2 && (i.flags >> 11 & 3) == 2) {
+  if (strong == 0 && (i.flags >> 3 & 3) == 2 && (i.flags >> 11 & 3) == 2) {
     for (u32 m = mask; m != 0; m &= m - 1) {
       const int l = __builtin_ctz(m);
-      const u8* from = access(w, space, address_of(w, i, x[format.count], l), format.total(), false, l);
+      const u8* from = access(w, space, address_of(w, i, x[format.count], l), format.total(), false, l, strong);
       for (u32 n = 0; n < format.count; n++) std::memcpy(w.row(x[n]) + l, from + 4 * n, 4);
     }
     return;
   }
+  // A destination may be the register of the address.
+  const u64 address = address_of(w, i, x[format.count], __builtin_ctz(mask));
   for (u32 m = mask; m != 0; m &= m - 1) {
     const int l = __builtin_ctz(m);
-    const u8* from = access(w, space, address_of(w, i, x[format.count], l), format.total(), false, l);
+    const u64 from_address = address_of(w, i, x[format.count], l);
+    const u8* from = access(w, space, from_address, format.total(), false, l, strong);
+    if (strong != 0) find(w, i, l, from_address);
     for (u32 n = 0; n < format.count; n++)
       store_register(w.row(x[n]), l, load_bits(from + n * format.bytes, format), i.flags >> 11 & 3);
   }
+  if (strong != 0) poll(w, mask, address);
 }
 
 // The address, then the sources.
@@ -121,70 +175,29 @@ void st(Warp& w, const Ins& i, u32 mask) {
   VM_OPERANDS;
   const LoadFormat format = format_of(i.flags);
   const Space space = space_of(i.flags);
+  const u32 strong = strength_of(i.flags);
+  Order& order = w.cta->order;
   w.cta->progress++;
+  w.store++;
   for (u32 m = mask; m != 0; m &= m - 1) {
     const int l = __builtin_ctz(m);
-    u8* to = access(w, space, address_of(w, i, x[0], l), format.total(), true, l);
+    order.met = false;
+    u8* to = access(w, space, address_of(w, i, x[0], l), format.total(), true, l, strong);
+    if (strong != 0) leave(w, i, l, address_of(w, i, x[0], l), true);
     for (u32 n = 0; n < format.count; n++) {
       const u32* row = w.row(x[1 + n]);
       const u64 bits = format.bytes == 8 ? get<u64>(row, l) : row[l];
+      if (order.met && std::memcmp(to + n * format.bytes, &bits, format.bytes) != 0)
+        fail("race: lanes of one store write different values to one address");
       std::memcpy(to + n * format.bytes, &bits, format.bytes);
     }
   }
 }
 
-enum AtomKind { kAdd, kMinS, kMaxS, kMinU, kMaxU, kAnd, kOr, kXor, kExch, kCas, kInc, kDec, kAddFloat };
-
-template <class U, class I>
-U combine(AtomKind kind, U old, U b, U c) {
-  switch (kind) {
-    case kAdd: return static_cast<U>(old + b);
-    case kMinS: return static_cast<I>(old) < static_cast<I>(b) ? old : b;
-    case kMaxS: return static_cast<I>(old) > static_cast<I>(b) ? old : b;
-    case kMinU: return old < b ? old : b;
-    case kMaxU: return old > b ? old : b;
-    case kAnd: return old & b;
-    case kOr: return old | b;
-    case kXor: return old ^ b;
-    case kExch: return b;
-    case kCas: return old == b ? c : old;
-    case kInc: return old >= b ? 0 : old + 1;
-    case kDec: return old == 0 || old > b ? b : old - 1;
-    case kAddFloat:
-      if constexpr (sizeof(U) == 4)
-        return bits_as<U>(bits_as<float>(old) + bits_as<float>(b));
-      else
-        return bits_as<U>(bits_as<double>(old) + bits_as<double>(b));
-  }
-  return old;
-}
-
-template <class U, class I>
-U atomic_update(u8* at, AtomKind kind, U b, U c) {
-  // Other CTAs may run on other threads.
-  U* word = reinterpret_cast<U*>(at);
-  U old = __atomic_load_n(word, __ATOMIC_RELAXED);
-  while (!__atomic_compare_exchange_n(word, &old, combine<U, I>(kind, old, b, c), false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {
-  }
-  return old;
-}
-
-// Destination, address, b, c; flags as for loads, with the kind in bits 16 and up.
-void atom(Warp& w, const Ins& i, u32 mask) {
-  VM_OPERANDS;
-  const LoadFormat format = format_of(i.flags);
-  const auto kind = static_cast<AtomKind>(i.flags >> 16);
-  w.cta->progress++;
-  for (u32 m = mask; m != 0; m &= m - 1) {
-    const int l = __builtin_ctz(m);
-    const u64 address = address_of(w, i, x[1], l);
-    access(w, space_of(i.flags), address, format.bytes, false, l, true);
-    u8* at = access(w, space_of(i.flags), address, format.bytes, true, l, true);
-    if (format.bytes == 8)
-      put<u64>(w.row(x[0]), l, atomic_update<u64, i64>(at, kind, get<u64>(w.row(x[2]), l), get<u64>(w.row(x[3]), l)));
-    else
-      w.row(x[0])[l] = atomic_update<u32, i32>(at, kind, w.row(x[2])[l], w.row(x[3])[l]);
-  }
+void require_writable(Warp& w, Space space, u64 address) {
+  if (space == kShared || space == kLocal) return;
+  const Region* region = find_region(*w.cta, address);
+  if (region != nullptr && !region->writable) fail("atomic access of the read-only buffer %s", region->name);
 }
 
 // Between the generic space and the shared window; the other windows need no change. imm 1: to shared.
@@ -204,15 +217,40 @@ void isspacep(Warp& w, const Ins& i, u32 mask) {
   for (int l = 0; l < kLanes; l++) {
     const u64 a = get<u64>(w.row(x[1]), l);
     const u64 window = a & ~(kWindowBytes - 1);
-    const Space space = window == kSharedWindow ? kShared : window == kLocalWindow ? kLocal : window == kParamWindow ? kParam : kGlobal;
+    const Space space = window == kSharedWindow ? kShared : window == kLocalWindow ? kLocal
+                        : window == kParamWindow ? kParam : kGlobal;
     bits |= static_cast<u32>(space == static_cast<Space>(i.imm)) << l;
   }
   w.set_predicate(x[0], mask, bits);
 }
 
-const Register registers[] = {{"ld", ld}, {"st", st}, {"atom", atom}, {"cvta_shared", cvta_shared}, {"isspacep", isspacep}};
+const Register registers[] = {{"ld", ld},
+                              {"st", st},
+                              {"cvta_shared", cvta_shared},
+                              {"isspacep", isspacep}};
 
 }  // namespace
+
+u8* atomic_access(Warp& w, const Ins& i, u64 address, u32 bytes, int lane) {
+  u8* at = access(w, space_of(i.flags), address, bytes, false, lane, strength_of(i.flags));
+  require_writable(w, space_of(i.flags), address);
+  find(w, i, lane, address);
+  leave(w, i, lane, address, false);
+  return at;
+}
+
+void end_atomic(Warp& w, u32 mask, u64 address, bool changes) {
+  if (changes) w.cta->progress++;
+  if (!changes || w.cta->launch->resident > 1) poll(w, mask, address);
+}
+
+std::string name_address(const Cta& cta, u64 address) {
+  for (const Region& region : *cta.regions)
+    if (address >= region.begin && address < region.end)
+      return print("byte %llu of buffer %s", static_cast<unsigned long long>(address - region.begin), region.name);
+  const u64 shared = address >= kSharedWindow ? address - kSharedWindow : address;
+  return print("shared byte %lld", static_cast<long long>(shared) - kSharedReserve);
+}
 
 u64 address_of(Warp& w, const Ins& i, u16 operand, int lane) {
   const u32* row = w.row(operand);
@@ -223,7 +261,8 @@ u64 address_of(Warp& w, const Ins& i, u16 operand, int lane) {
 u8* shared_bytes(Cta& cta, u32 address, u32 bytes, const char* what) {
   const u32 size = static_cast<u32>(cta.shared.size());
   if (address < kSharedReserve || address - kSharedReserve > size || size - (address - kSharedReserve) < bytes)
-    fail("%s of %u bytes at shared byte %lld: the CTA has %u", what, bytes, static_cast<long long>(address) - kSharedReserve, size);
+    fail("%s of %u bytes at shared byte %lld: the CTA has %u", what, bytes,
+         static_cast<long long>(address) - kSharedReserve, size);
   return cta.shared.data() + (address - kSharedReserve);
 }
 
@@ -231,42 +270,59 @@ const u8* global_source(Cta& cta, u64 address, u32 bytes, bool waited) {
   return global_bytes(cta, address, bytes, false, waited);
 }
 
-u8* access(Warp& w, Space space, u64 address, u32 bytes, bool write, int lane, bool atomic) {
+u8* access(Warp& w, Space space, u64 address, u32 bytes, bool write, int lane, u32 strong) {
   Cta& cta = *w.cta;
   cta.fault_lane = static_cast<u32>(lane);
   if (space == kGeneric) {
     const u64 window = address & ~(kWindowBytes - 1);
-    space = window == kSharedWindow ? kShared : window == kLocalWindow ? kLocal : window == kParamWindow ? kParam : kGlobal;
+    space = window == kSharedWindow ? kShared : window == kLocalWindow ? kLocal
+            : window == kParamWindow ? kParam : kGlobal;
     if (space == kShared) address -= kSharedWindow;
   }
+  // Parameters of functions are memory of the thread.
+  if (space == kParam && (address & ~(kWindowBytes - 1)) == kLocalWindow) space = kLocal;
   if ((address & (bytes - 1)) != 0)
     fail("%s of %u bytes at %s address %#llx: misaligned", write ? "write" : "read", bytes, kSpaceNames[space],
          static_cast<unsigned long long>(address));
   if (space == kShared) {
-    if (address > kFullMask) fail("shared address %#llx has more than 32 bits", static_cast<unsigned long long>(address));
+    if (address > kFullMask)
+      fail("shared address %#llx has more than 32 bits", static_cast<unsigned long long>(address));
     u8* at = shared_bytes(cta, static_cast<u32>(address), bytes, write ? "write" : "read");
     u8* valid = cta.shared_valid.data() + (at - cta.shared.data());
     if (write) {
       set_valid(valid, bytes);
     } else if (!all_valid(valid, bytes)) {
-      fail("read of %u bytes at shared byte %lld, not written before (or an asynchronous copy has not been waited for)", bytes,
+      fail("read of %u bytes at shared byte %lld, not written before (or an asynchronous copy has not been waited for)",
+           bytes,
            static_cast<long long>(at - cta.shared.data()));
     }
-    if (cta.races.on && !atomic) cta.races.access(cta, w, static_cast<u32>(at - cta.shared.data()), bytes, write);
+    if (cta.order.on)
+      cta.order.shared(w, static_cast<u32>(lane), static_cast<u32>(at - cta.shared.data()), bytes,
+                       touch_of(write, strong), strong);
     return at;
   }
   if (space == kLocal) {
     const u64 offset = address - kLocalWindow, size = cta.launch->local_bytes;
-    if (offset > size || size - offset < bytes) fail("local byte %lld: a thread has %llu", static_cast<long long>(offset), static_cast<unsigned long long>(size));
+    if (offset > size || size - offset < bytes)
+      fail("local byte %lld: a thread has %llu", static_cast<long long>(offset), static_cast<unsigned long long>(size));
     return w.local.data() + static_cast<u64>(lane) * size + offset;
   }
   if (space == kParam) {
     const u64 offset = address - kParamWindow, size = cta.launch->param_bytes;
     if (write) fail("write to a kernel parameter");
-    if (offset > size || size - offset < bytes) fail("parameter byte %lld: there are %llu", static_cast<long long>(offset), static_cast<unsigned long long>(size));
+    if (offset > size || size - offset < bytes)
+      fail("parameter byte %lld: there are %llu", static_cast<long long>(offset),
+           static_cast<unsigned long long>(size));
     return const_cast<u8*>(cta.launch->params) + offset;
   }
-  return global_bytes(cta, address, bytes, write, w.grid_waited >> lane & 1);
+  const Region* region = nullptr;
+  u8* at = global_bytes(cta, address, bytes, write, w.grid_waited >> lane & 1, &region);
+  // Nobody writes to read-only buffers.
+  if (cta.order.on && region->writable)
+    cta.order.global(w, static_cast<u32>(lane), static_cast<u32>(region - cta.regions->data()),
+                     address - region->begin, bytes,
+                     touch_of(write, strong), strong);
+  return at;
 }
 
 }  // namespace vm

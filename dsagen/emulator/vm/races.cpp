@@ -1,105 +1,286 @@
-// Happens-before in shared memory. Each warp has a vector clock, with one more entry for the asynchronous engine, whose
-// clock counts landings. A barrier or an mbarrier collects the clocks of those who arrive and gives them to those who
-// wait. Two accesses of a word, one of them a write, by warps that no such chain connects are a race.
+// Accesses that nothing orders.
 #include <algorithm>
 
 #include "machine.h"
 
 namespace vm {
+
+// Whether all lanes that an access may be of are known to the warp.
+inline auto Order::sees_all(const Warp& w) const {
+  const Clock& seen = clocks_[w.index].common.views[kSeen];
+  return [&seen, home = linear_](const Access& access) {
+    return access.time != 0 && access.cta == home && seen.knows_all(access.agent, access.time);
+  };
+}
+
+// One access of a unit: first what is frequent.
+inline void Order::check(const Warp& w, u32 lane, Unit& unit, Shadow& shadow, Touch touch, u32 flags,
+                         const Where& where) {
+  const WarpClocks& mine = clocks_[w.index];
+  const Access& last = unit.write;
+  Sharers& now = unit.sharers;
+  const bool known = last.time == 0 || (last.cta == linear_ &&
+                                        mine.common.views[kSeen].knows_all(last.agent, last.time));
+  if (!known) check_write(w, lane, unit, touch, where);
+  if (touch == Touch::kWrite) {
+    if (now.lanes != 0) check_sharers(w, lane, unit, shadow, "write", where);
+  } else if (now.lanes == 0) {
+    now = {linear_, static_cast<u16>(w.index), static_cast<u16>(flags), 1u << lane, mine.time, w.now};
+  } else if (now.agent == w.index && now.time == mine.time && now.flags == flags && now.cta == linear_) {
+    now.lanes |= 1u << lane;
+    now.pc = w.now;
+  } else {
+    share(w, lane, unit, shadow, touch, flags, where);
+  }
+}
+
+Access Order::now(const Warp& w, u32 lane, u32 flags) const {
+  const u32 warp = w.index;
+  return {linear_, static_cast<u16>(warp), static_cast<u8>(warp), static_cast<u8>(lane), clocks_[warp].time, w.now,
+          flags, w.store};
+}
+
+bool Order::knows(const Warp& w, u32 lane, View view, const Access& access) const {
+  if (access.time == 0) return true;
+  const u32 warp = w.index;
+  const WarpClocks& mine = clocks_[warp];
+  if (access.cta == linear_ && access.lane == lane) {
+    if (access.agent == warp) {
+      if (view == kSeen || access.time <= mine.self[view][lane]) return true;
+    } else if (access.agent == warps + warp && access.time <= mine.waited[view][lane]) {
+      return true;
+    }
+  }
+  if (mine.common.knows(linear_, view, access.cta, access.agent, access.lane, access.time)) return true;
+  return (mine.own_mask >> lane & 1) && mine.own[lane]->knows(linear_, view, access.cta, access.agent, access.lane,
+                                                              access.time);
+}
+
+// Whether what the sharers did happens before what the lane does now; else `culprit` is one that does not.
+bool Order::ordered(const Warp& w, u32 lane, const Sharers& sharers, Access& culprit) const {
+  culprit = {sharers.cta, sharers.agent, static_cast<u8>(sharers.agent), 0, sharers.time, sharers.pc, sharers.flags, 0};
+  // All lanes at once, if all are known.
+  const WarpClocks& mine = clocks_[w.index];
+  if (sharers.cta == linear_ && sharers.time != kInFlight && mine.common.views[kSeen].knows_all(sharers.agent,
+          sharers.time)) return true;
+  for (u32 m = sharers.lanes; m != 0; m &= m - 1) {
+    culprit.lane = static_cast<u8>(__builtin_ctz(m));
+    if (!knows(w, lane, kSeen, culprit)) return false;
+  }
+  return true;
+}
+
 namespace {
 
-constexpr u32 kInFlight = ~0u;
-
-[[noreturn]] void report(const Cta& cta, u32 word, const char* what, const char* other, u32 agent, u32 pc) {
-  const std::string who = agent == cta.warps.size() ? std::string("an asynchronous copy") : print("warp %u", agent);
-  fail("race: %s of shared byte %u, which %s %s with no barrier in between (%s)", what, 4 * word, who.c_str(), other,
-       place(cta, pc).c_str());
+std::string cta_name(const Launch& launch, u32 linear) {
+  return print("CTA (%u, %u, %u)", linear % launch.grid[0], linear / launch.grid[0] % launch.grid[1],
+               linear / launch.grid[0] / launch.grid[1]);
 }
 
 }  // namespace
 
-void RaceDetector::reset(u32 warp_count, u32 shared_bytes) {
-  agents = warp_count + 1;
-  clocks.assign(static_cast<size_t>(warp_count) * agents, 0);
-  for (u32 n = 0; n < warp_count; n++) clocks[n * agents + n] = 1;
-  const size_t words = (shared_bytes + 3) / 4;
-  writes.assign(words, Write());
-  reads.assign(words * agents, 0);
-  read_places.assign(words, 0);
-  landings = 0;
+// The lane's access meets another one.
+std::string Order::describe(const Where& where) const {
+  const auto first = static_cast<unsigned long long>(where.offset), last = first + where.bytes - 1;
+  if (where.shared) return print("shared bytes %llu to %llu", first, last);
+  return print("bytes %llu to %llu of buffer %s", first, last, global_->regions[where.region].name);
 }
 
-void RaceDetector::release(u32 warp, Clock& into) {
-  into.resize(agents);
-  u32* own = clock_of(warp);
-  for (u32 n = 0; n < agents; n++) into[n] = std::max(into[n], own[n]);
-  own[warp]++;
+void Order::clash(u32 lane, const char* act, const Access& other, const char* did, const Where& where) const {
+  cta_->fault_lane = lane;
+  const bool copied = other.agent >= warps;
+  fail("race: %s of %s, which %s warp %u, lane %u %s%s (%s); nothing orders the two", act, describe(where).c_str(),
+       cta_name(*cta_->launch, other.cta).c_str(), other.warp, other.lane,
+           copied ? "had copied asynchronously and " : "", did,
+       place(*cta_, other.pc).c_str());
 }
 
-void RaceDetector::acquire(u32 warp, const Clock& from) {
-  u32* own = clock_of(warp);
-  for (size_t n = 0; n < from.size(); n++) own[n] = std::max(own[n], from[n]);
+void Order::check_sharers(const Warp& w, u32 lane, Unit& unit, Shadow& shadow, const char* act, const Where& where)
+    const {
+  const char* did = unit.sharers.flags & kStrong ? "accesses atomically" : "reads";
+  Access culprit;
+  const auto one = [&](const Sharers& sharers) {
+    if (sharers.lanes == 0 || ordered(w, lane, sharers, culprit)) return;
+    if ((sharers.flags & kStrong) == 0 || !has_looked(w, lane, where)) clash(lane, act, culprit, did, where);
+  };
+  if (unit.sharers.agent != kMany) return one(unit.sharers);
+  const SharerList& list = shadow.list(unit.sharers);
+  for (const Sharers& sharers : list.by_warp) one(sharers);
+  for (const Sharers& sharers : list.others) one(sharers);
 }
 
-void RaceDetector::release_landing(u32 landing, Clock& into) {
-  into.resize(agents);
-  into[agents - 1] = std::max(into[agents - 1], landing);
+// Whether the lane's access can take the place of what others of its warp did, or be one with it. Earlier ones of which
+// it knows need not be kept: who knows of it knows of them.
+bool Order::joins(const Warp& w, u32 lane, Sharers& other, u32 flags) const {
+  const u32 warp = w.index, time = clocks_[warp].time;
+  if (other.agent != warp || other.cta != linear_ || other.flags != flags) return false;
+  if (other.time == time) {
+    other.lanes |= 1u << lane;
+    other.pc = w.now;
+    return true;
+  }
+  Access culprit;
+  other.lanes &= ~(1u << lane);
+  if (other.lanes != 0 && !ordered(w, lane, other, culprit)) return false;
+  other = {linear_, static_cast<u16>(warp), static_cast<u16>(flags), 1u << lane, time, w.now};
+  return true;
 }
 
-void RaceDetector::acquire_landing(u32 warp, u32 landing) {
-  u32& seen = clock_of(warp)[agents - 1];
-  seen = std::max(seen, landing);
-}
-
-void RaceDetector::check_write(const Cta& cta, u32 warp, u32 word, bool narrow) {
-  const u32* own = clock_of(warp);
-  const Write& last = writes[word];
-  if (last.clock > own[last.agent] && last.agent != warp && !(narrow && last.narrow))
-    report(cta, word, "write", "writes", last.agent, last.pc);
-  const u32* seen = &reads[static_cast<size_t>(word) * agents];
-  u32 unordered = 0;
-  for (u32 n = 0; n < agents; n++) unordered |= static_cast<u32>(seen[n] > own[n] && n != warp);
-  if (unordered == 0) return;
-  for (u32 n = 0; n < agents; n++)
-    if (n != warp && seen[n] > own[n]) report(cta, word, "write", "reads", n, read_places[word]);
-}
-
-// Accesses of fewer than 4 bytes share a word with others that are none of their business: two of them never race.
-void RaceDetector::access(const Cta& cta, const Warp& w, u32 offset, u32 bytes, bool write) {
-  const bool narrow = bytes < 4;
-  u32* own = clock_of(w.index);
-  for (u32 word = offset / 4; word <= (offset + bytes - 1) / 4; word++) {
-    if (write) {
-      check_write(cta, w.index, word, narrow);
-      writes[word] = {own[w.index], static_cast<u16>(w.index), narrow, w.now};
-      continue;
+// The lane joins those that share the unit: readers, or atomic accesses; of the other kind there may be none unordered.
+void Order::share(const Warp& w, u32 lane, Unit& unit, Shadow& shadow, Touch touch, u32 flags, const Where& where) {
+  const char* act = touch == Touch::kRead ? "read" : "atomic access";
+  const bool strong = (unit.sharers.flags & kStrong) != 0;
+  const u32 warp = w.index;
+  const Sharers me{linear_, static_cast<u16>(warp), static_cast<u16>(flags), 1u << lane, clocks_[warp].time, w.now};
+  Sharers& now = unit.sharers;
+  if (strong != (touch == Touch::kStrong)) {
+    check_sharers(w, lane, unit, shadow, act, where);
+    shadow.drop(now);
+    now = me;
+    return;
+  }
+  if (strong) check_scopes(w, lane, unit, shadow, flags, where);
+  if (now.agent != kMany) {
+    if (joins(w, lane, now, flags)) return;
+    Access culprit;
+    if (now.lanes == 0 || ordered(w, lane, now, culprit)) {
+      now = me;
+      return;
     }
-    const Write& last = writes[word];
-    if (last.clock > own[last.agent] && last.agent != w.index && !(narrow && last.narrow))
-      report(cta, word, "read", "writes", last.agent, last.pc);
-    if (narrow) continue;
-    reads[static_cast<size_t>(word) * agents + w.index] = own[w.index];
-    read_places[word] = w.now;
+    shadow.spread(unit);
+  }
+  SharerList& list = shadow.list(now);
+  if (warp < list.by_warp.size()) {
+    Sharers& place = list.by_warp[warp];
+    if (place.lanes == 0)
+      place = me;
+    else if (!joins(w, lane, place, flags))
+      share_beside(list.others, w, lane, me);
+  } else {
+    share_beside(list.others, w, lane, me);
   }
 }
 
-void RaceDetector::issue(const Cta& cta, const Warp& w, u32 offset, u32 bytes) {
-  for (u32 word = offset / 4; word < (offset + bytes) / 4; word++) {
-    check_write(cta, w.index, word, false);
-    writes[word] = {kInFlight, static_cast<u16>(agents - 1), false, w.now};
+void Order::share_beside(std::vector<Sharers>& others, const Warp& w, u32 lane, const Sharers& me) const {
+  for (Sharers& other : others)
+    if (joins(w, lane, other, me.flags)) return;
+  others.push_back(me);
+}
+
+// Whether a strong access of the CTA, which happens before what the lane does now, has found the last strong write of all
+// words: what another thread did there atomically is then ordered, though nothing else that it did is.
+bool Order::has_looked(const Warp& w, u32 lane, const Where& where) const {
+  const u64 first = (where.shared ? kSharedReserve : global_->regions[where.region].begin) + where.offset;
+  std::unique_lock<std::mutex> guard(global_->lock, std::defer_lock);
+  if (!where.shared && global_->locks) guard.lock();
+  const auto& places = where.shared ? places_ : global_->places;
+  bool any = false;
+  for (u64 address = first & ~u64{3}; address < first + where.bytes; address += 4) {
+    const auto place = places.find(address);
+    if (place == places.end()) continue;
+    const auto looked = looked_at_.find(address);
+    if (looked == looked_at_.end() || looked->second.second != place->second.version) return false;
+    if (!knows(w, lane, kSeen, looked->second.first)) return false;
+    any = true;
   }
+  return any;
 }
 
-u32 RaceDetector::land(u32 offset, u32 bytes) {
-  landings++;
-  for (u32 word = offset / 4; word < (offset + bytes) / 4; word++) writes[word].clock = landings;
-  return landings;
+bool Order::is_same_store(const Warp& w, const Access& other) const {
+  return w.store != 0 && other.store == w.store && other.agent == w.index && other.cta == linear_ && other.pc == w.now;
 }
 
-void RaceDetector::check_initialised(const Cta& cta, const Warp& w, u32 offset) {
-  const Write& last = writes[offset / 4];
-  if (last.agent != w.index && last.clock > clock_of(w.index)[last.agent])
-    report(cta, offset / 4, "use of the mbarrier", "initialises", last.agent, last.pc);
+void Order::check_write(const Warp& w, u32 lane, Unit& unit, Touch touch, const Where& where) {
+  if (knows(w, lane, kSeen, unit.write)) return;
+  if (touch == Touch::kWrite && is_same_store(w, unit.write))
+    met = true;
+  else
+    clash(lane, touch == Touch::kRead ? "read" : touch == Touch::kWrite ? "write" : "atomic access", unit.write,
+          "writes", where);
+}
+
+// Atomic accesses of two CTAs, of which one has the scope of its CTA only, are a race as well.
+void Order::check_scopes(const Warp& w, u32 lane, Unit& unit, Shadow& shadow, u32 flags, const Where& where) const {
+  Access culprit;
+  const auto one = [&](const Sharers& other) {
+    if (other.cta == linear_ || !((flags | other.flags) & kCtaScope)) return;
+    if (!ordered(w, lane, other, culprit))
+      clash(lane, "atomic access of CTA scope", culprit, "accesses atomically", where);
+  };
+  if (unit.sharers.agent != kMany) return one(unit.sharers);
+  const SharerList& list = shadow.list(unit.sharers);
+  for (const Sharers& other : list.others) one(other);
+}
+
+void Order::shared(const Warp& w, u32 lane, u32 offset, u32 bytes, Touch touch, u32 flags) {
+  Access mine;
+  if (touch == Touch::kWrite) mine = now(w, lane, flags);
+  const Where where{true, 0, offset, bytes};
+  shadow_->visit(offset, bytes, touch == Touch::kWrite ? &mine : nullptr, sees_all(w), [&](Unit& unit) {
+    check(w, lane, unit, *shadow_, touch, flags, where);
+  });
+}
+
+void Order::global(const Warp& w, u32 lane, u32 region, u64 offset, u32 bytes, Touch touch, u32 flags) {
+  const Access mine = now(w, lane, flags);
+  const Where where{false, region, offset, bytes};
+  GlobalOrder::Page& page = global_->page(region, offset / GlobalOrder::kPageBytes);
+  std::unique_lock<std::mutex> guard(page.lock, std::defer_lock);
+  if (global_->locks) guard.lock();
+  page.shadow.visit(static_cast<u32>(offset % GlobalOrder::kPageBytes), bytes,
+                    touch == Touch::kWrite ? &mine : nullptr, sees_all(w), [&](Unit& unit) {
+    check(w, lane, unit, page.shadow, touch, flags, where);
+  });
+}
+
+// ---- asynchronous copies ----
+
+// A copy of at most 16 bytes, which the lane waits for itself; returns its number among the lane's.
+u32 Order::issue_copy(const Warp& w, u32 lane, u32 offset, u32 bytes) {
+  const u32 warp = w.index;
+  const u32 number = ++clocks_[warp].issued[lane];
+  Access written = now(w, lane);
+  written.agent = static_cast<u16>(warps + warp);
+  written.time = number;
+  issue(w, lane, offset, bytes, written);
+  return number;
+}
+
+void Order::issue_bulk(const Warp& w, u32 lane, u32 offset, u32 bytes) {
+  Access written = now(w, lane, kAsyncProxy);
+  written.agent = kMany;
+  written.time = kInFlight;
+  issue(w, lane, offset, bytes, written);
+}
+
+void Order::issue(const Warp& w, u32 lane, u32 offset, u32 bytes, const Access& written) {
+  const Where where{true, 0, offset, bytes};
+  shadow_->visit(offset, bytes, &written, [](const Access&) { return false; }, [&](Unit& unit) {
+    check(w, lane, unit, *shadow_, Touch::kWrite, 0, where);
+    if ((written.flags & kAsyncProxy) == 0 || (unit.write.flags & kAsyncProxy) != 0 ||
+        knows(w, lane, kProxied, unit.write)) return;
+    fail("proxy: a bulk copy into %s, which %s warp %u, lane %u wrote (%s), without fence.proxy.async in between",
+         describe(where).c_str(),
+         cta_name(*cta_->launch, unit.write.cta).c_str(), unit.write.warp, unit.write.lane,
+             place(*cta_, unit.write.pc).c_str());
+  });
+}
+
+// From here on who knows of the agent's time knows of the copy.
+void Order::land_bulk(u32 offset, u32 bytes, u32 agent, u32 time) {
+  shadow_->visit(offset, bytes, nullptr, [](const Access&) { return false; }, [&](Unit& unit) {
+    unit.write.agent = static_cast<u16>(agent);
+    unit.write.time = time;
+  });
+}
+
+bool Order::knows_write(const Warp& w, u32 lane, u32 offset, View view, Access& found) {
+  bool known = true;
+  shadow_->visit(offset, 4, nullptr, sees_all(w), [&](Unit& unit) {
+    found = unit.write;
+    known = knows(w, lane, view, unit.write);
+  });
+  return known;
 }
 
 }  // namespace vm

@@ -34,16 +34,47 @@ void yield_lanes(Warp& w, u32 mask) {
   w.stop = true;
 }
 
+void poll(Warp& w, u32 mask, u64 address) {
+  w.polling = mask;
+  w.poll_pc = w.now;
+  w.poll_address = address;
+  w.polls_memory = true;
+  yield_lanes(w, mask);
+}
+
 namespace {
 
-u32 member_mask(Warp& w, u16 slot, u32 mask) { return w.row(slot)[__builtin_ctz(mask)]; }
+// An instruction of the lanes that its member mask, operand MEMBERS, names. Lanes of the group may name different sets:
+// those of the first lane's set act, the others come to the instruction on their own.
+template <int MEMBERS, void (*F)(Warp&, const Ins&, u32)>
+void together(Warp& w, const Ins& i, u32 mask) {
+  VM_OPERANDS;
+  const u32* members = w.row(x[MEMBERS]);
+  const u32 need = members[__builtin_ctz(mask)];
+  u32 same = 0;
+  for (int l = 0; l < kLanes; l++) same |= static_cast<u32>(members[l] == need) << l;
+  const u32 rest = mask & ~same;
+  same &= mask;
+  if (rest != 0) {
+    w.set_pc(rest, w.now);
+    w.group &= ~rest;
+  }
+  if (!gather(w, same, need)) return;
+  each_lane(same, [&](int l) {
+    if (members[l] != need) fail("lane %d names the lanes %#x, others of its set %#x", l, members[l], need);
+  });
+  F(w, i, same);
+  if (rest != 0) {
+    w.set_pc(w.group, w.now + 1);
+    w.stop = true;
+  }
+}
 
 enum ShuffleMode { kUp, kDown, kButterfly, kIndex };
 
 // Operands: d, p, a, b, c, member mask; imm is the mode.
 void shfl(Warp& w, const Ins& i, u32 mask) {
   VM_OPERANDS;
-  if (!gather(w, mask, member_mask(w, x[5], mask))) return;
   u32 source[kLanes], bits = 0;
   std::memcpy(source, w.row(x[2]), sizeof source);
   u32 control_b[kLanes], control_c[kLanes];
@@ -75,7 +106,6 @@ enum VoteMode { kAll, kAny, kUni, kBallot };
 // Operands: d (a predicate, for ballot a slot), source predicate, member mask; imm is the mode.
 void vote(Warp& w, const Ins& i, u32 mask) {
   VM_OPERANDS;
-  if (!gather(w, mask, member_mask(w, x[2], mask))) return;
   const u32 votes = w.predicate(x[1]) & mask;
   if (i.imm == kBallot) {
     u32* d = w.row(x[0]);
@@ -90,23 +120,20 @@ void vote(Warp& w, const Ins& i, u32 mask) {
 // Operands: p, member mask. The leader is the lowest lane.
 void elect(Warp& w, const Ins& i, u32 mask) {
   VM_OPERANDS;
-  if (!gather(w, mask, member_mask(w, x[2], mask))) return;
   const u32 leader = static_cast<u32>(__builtin_ctz(mask));
   u32* d = w.row(x[0]);
   each_lane(mask, [=](int l) { d[l] = leader; });
   w.set_predicate(x[1], mask, 1u << leader);
 }
 
-void bar_warp_sync(Warp& w, const Ins& i, u32 mask) {
-  VM_OPERANDS;
-  gather(w, mask, member_mask(w, x[0], mask));
+void bar_warp_sync(Warp& w, const Ins&, u32 mask) {
+  if (w.cta->order.on) w.cta->order.meet(w, mask);
 }
 
 // d, a, member mask: the lanes whose a equals this lane's.
 template <class T>
 void match_any(Warp& w, const Ins& i, u32 mask) {
   VM_OPERANDS;
-  if (!gather(w, mask, member_mask(w, x[2], mask))) return;
   T values[kLanes];
   for (int l = 0; l < kLanes; l++) values[l] = get<T>(w.row(x[1]), l);
   u32* d = w.row(x[0]);
@@ -117,12 +144,46 @@ void match_any(Warp& w, const Ins& i, u32 mask) {
   });
 }
 
-enum ReduxKind { kAdd, kMinS, kMaxS, kMinU, kMaxU, kAnd, kOr, kXor };
+// d, p, a, member mask: all lanes and true where all have the same a, else none and false.
+template <class T>
+void match_all(Warp& w, const Ins& i, u32 mask) {
+  VM_OPERANDS;
+  const T first = get<T>(w.row(x[2]), __builtin_ctz(mask));
+  bool same = true;
+  each_lane(mask, [&](int l) { same &= get<T>(w.row(x[2]), l) == first; });
+  u32* d = w.row(x[0]);
+  each_lane(mask, [=](int l) { d[l] = same ? mask : 0; });
+  w.set_predicate(x[1], mask, same ? kFullMask : 0);
+}
+
+// Of f32; flags: 1 maximum, 2 of magnitudes, 4 NaN wins.
+void redux_f32(Warp& w, const Ins& i, u32 mask) {
+  VM_OPERANDS;
+  // Codes in the order of their values, so that -0 < +0.
+  const auto order = [](u32 bits) {
+    return bits >> 31 ? -static_cast<i64>(bits & 0x7fffffff) - 1 : static_cast<i64>(bits);
+  };
+  bool found = false, nan = false;
+  u32 out = 0;
+  each_lane(mask, [&](int l) {
+    const u32 bits = w.row(x[1])[l] & (i.flags & 2 ? 0x7fffffffu : kFullMask);
+    if ((bits & 0x7fffffff) > 0x7f800000) {
+      nan = true;
+    } else if (!found || (i.flags & 1 ? order(bits) > order(out) : order(bits) < order(out))) {
+      found = true, out = bits;
+    }
+  });
+  if (!found || (nan && (i.flags & 4))) out = 0x7fffffff;
+  u32* d = w.row(x[0]);
+  each_lane(mask, [=](int l) { d[l] = out; });
+}
+
+enum ReduxKind { kAdd, kMinS, kMaxS, kMinU, kMaxU, kAnd, kOr, kXor, kFloat };
 
 // d, a, member mask; imm is the kind.
 void redux(Warp& w, const Ins& i, u32 mask) {
   VM_OPERANDS;
-  if (!gather(w, mask, member_mask(w, x[2], mask))) return;
+  if (i.imm == kFloat) return redux_f32(w, i, mask);
   const u32* a = w.row(x[1]);
   u32 out = a[__builtin_ctz(mask)];
   for (u32 m = mask & (mask - 1); m != 0; m &= m - 1) {
@@ -176,15 +237,13 @@ void nothing(Warp&, const Ins&, u32) {}
 // All lanes of the warp have to be here.
 void aligned_nothing(Warp& w, const Ins&, u32 mask) { gather(w, mask, w.born); }
 
-// What it waits for may come from another CTA, so it never counts as a deadlock.
-void pause(Warp& w, const Ins&, u32 mask) {
-  w.cta->progress++;
-  yield_lanes(w, mask);
-}
+void pause(Warp& w, const Ins&, u32 mask) { yield_lanes(w, mask); }
 
 void grid_wait(Warp& w, const Ins&, u32 mask) { w.grid_waited |= mask; }
 
-void trap(Warp&, const Ins&, u32) { fail("trap"); }
+void trap(Warp&, const Ins& i, u32) {
+  fail("%s", i.imm == 1 ? "brkpt, and there is no debugger" : "trap");
+}
 
 void clock(Warp& w, const Ins& i, u32 mask) {
   VM_OPERANDS;
@@ -199,13 +258,15 @@ void unknown(Warp& w, const Ins& i, u32) {
   fail("%s: the emulator does not have this instruction", w.cta->launch->unknown[i.imm]);
 }
 
-const Register registers[] = {{"shfl", shfl},
-                              {"vote", vote},
-                              {"elect", elect},
-                              {"bar_warp_sync", bar_warp_sync},
-                              {"match_any_b32", match_any<u32>},
-                              {"match_any_b64", match_any<u64>},
-                              {"redux", redux},
+const Register registers[] = {{"shfl", together<5, shfl>},
+                              {"vote", together<2, vote>},
+                              {"elect", together<2, elect>},
+                              {"bar_warp_sync", together<0, bar_warp_sync>},
+                              {"match_any_b32", together<2, match_any<u32>>},
+                              {"match_any_b64", together<2, match_any<u64>>},
+                              {"match_all_b32", together<3, match_all<u32>>},
+                              {"match_all_b64", together<3, match_all<u64>>},
+                              {"redux", together<2, redux>},
                               {"activemask", activemask},
                               {"bra", bra},
                               {"exit", exit_lanes},

@@ -36,8 +36,10 @@ SPLIT_PARAMS: tuple[ParamField, ...] = (
     *PARAMS,
     ParamField("parts", "i32", "blocks that share a row"),
     ParamField("part_slots", "i32", "places of a part in the row's list where parts are selected from: k, in fours"),
-    ParamField("histograms", "pointer", "[rows, bins] keys by their first digit", "u32"),
-    ParamField("counters", "pointer", "[rows, 2] elements in the row's list, blocks that have finished", "u32"),
+    ParamField("histograms", "pointer", "[rows, bins] keys by their first digit", "u32", kept=True),
+    ParamField(
+        "counters", "pointer", "[rows, 2] elements in the row's list, blocks that have finished", "u32", kept=True
+    ),
     ParamField("lists", "pointer", "[rows, list_stride] indices of elements", "i32"),
     ParamField("list_stride", "i64", "distance between lists, a multiple of 4"),
 )

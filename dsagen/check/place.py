@@ -1,0 +1,114 @@
+"""Where cases run: a CUDA device, or the emulator with a declared limit on the size of a case."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from dsagen import knobs
+from dsagen.arch import arch_for_capability
+from dsagen.check.cases import REPEATS as DECODE_REPEATS
+from dsagen.check.cases import DecodeCase
+from dsagen.check.cases import Probe as DecodeProbe
+from dsagen.check.kv_cases import REPEATS as KV_REPEATS
+from dsagen.check.kv_cases import KvCase
+from dsagen.check.kv_cases import Probe as KvProbe
+from dsagen.check.topk_cases import FAR_OUT_ELEMENTS, FAR_ROW_ELEMENTS, TopkCase
+from dsagen.check.topk_cases import REPEATS as TOPK_REPEATS
+from dsagen.check.topk_cases import Probe as TopkProbe
+from dsagen.emulator import DEVICE
+from dsagen.matrix import expand
+from dsagen.runtime.api import load
+from dsagen.runtime.emulated import EmulatorOptions
+from dsagen.spec import DeploymentSpec
+
+Case = DecodeCase | TopkCase | KvCase
+# Sizes at which a case takes about a minute of two cores. Larger ones are for devices.
+MOST_COLUMN_HEADS = 50_000_000
+MOST_SCORES = 50_000_000
+MOST_ROW_DIMS = 50_000_000
+MOST_TENSOR_BYTES = 1 << 30
+_SCORE_BYTES, _BF16_BYTES = 4, 2
+
+
+@dataclass(frozen=True)
+class Place:
+    """What runs cases: its name in reports, the arch of its kernels, where tensors lie, how kernels are loaded.
+
+    `current` makes the device torch's current one; `refusal` says why a case is too large for it, empty where it is
+    not.
+    """
+
+    name: str
+    arch: str
+    device: torch.device
+    load: Callable[..., Any]
+    current: Callable[[], AbstractContextManager[object]]
+    refusal: Callable[[Case], str]
+
+
+def cuda_place(device: torch.device) -> Place:
+    """A CUDA device."""
+    arch = arch_for_capability(*torch.cuda.get_device_capability(device)).name
+    current = partial(torch.cuda.device, device)
+    return Place(torch.cuda.get_device_name(device), arch, device, load, current, lambda case: "")
+
+
+def emulator_place(spec: DeploymentSpec, arch: str | None, options: EmulatorOptions | None) -> Place:
+    """The emulator as one of the spec's archs (the first by default); SpecError for one that it does not declare."""
+    chosen = expand(spec, None if arch is None else [arch]).cells[0].arch
+
+    def load_emulated(wanted: DeploymentSpec, device: torch.device) -> Any:
+        return load(wanted, device=DEVICE, archs=[chosen], emulator=options)
+
+    return Place(DEVICE, chosen, torch.device("cpu"), load_emulated, nullcontext, partial(too_large, spec))
+
+
+def too_large(spec: DeploymentSpec, case: Case) -> str:
+    """Why a case is beyond what the emulator is meant for, empty where it is not."""
+    most_rows = knobs.EMULATOR_MOST_CTAS.get()
+    if case.rows > most_rows:
+        return (
+            f"too large for the emulator: {case.rows:,} rows, and a launch of more than {most_rows:,} CTAs is refused "
+            f"({knobs.EMULATOR_MOST_CTAS.name})"
+        )
+    if isinstance(case, TopkCase):
+        what, size, limit, tensor_bytes = _topk_size(case)
+    elif isinstance(case, KvCase):
+        what, size, limit, tensor_bytes = _kv_size(spec, case)
+    else:
+        what, size, limit, tensor_bytes = _decode_size(spec, case)
+    if size > limit:
+        return f"too large for the emulator: {size:,} {what} over all calls, its limit is {limit:,}"
+    if tensor_bytes > MOST_TENSOR_BYTES:
+        return f"too large for the emulator: {tensor_bytes:,} bytes of tensors, its limit is {MOST_TENSOR_BYTES:,}"
+    return ""
+
+
+def _decode_size(spec: DeploymentSpec, case: DecodeCase) -> tuple[str, int, int, int]:
+    calls = {DecodeProbe.REPEATED: DECODE_REPEATS, DecodeProbe.BATCH_INVARIANT: 3}.get(case.probe, 1)
+    record = spec.kv_format
+    pool_bytes = case.batch * (case.kv_tokens + case.page_size) * record.record_bytes
+    query_bytes = case.rows * spec.heads * _BF16_BYTES * record.d_qk
+    size = case.rows * case.topk * spec.heads * calls
+    return "index columns x heads", size, MOST_COLUMN_HEADS, pool_bytes + query_bytes
+
+
+def _topk_size(case: TopkCase) -> tuple[str, int, int, int]:
+    calls = TOPK_REPEATS if case.probe is TopkProbe.REPEATED else 1
+    row_bytes = _SCORE_BYTES * (FAR_ROW_ELEMENTS if case.far else case.width)
+    output_bytes = _SCORE_BYTES * case.rows * (FAR_OUT_ELEMENTS if case.far_out else case.k)
+    return "scores", case.rows * case.width * calls, MOST_SCORES, case.rows * row_bytes + output_bytes
+
+
+def _kv_size(spec: DeploymentSpec, case: KvCase) -> tuple[str, int, int, int]:
+    calls = KV_REPEATS if case.probe is KvProbe.REPEATED else 1
+    record = spec.extra_kv_format if case.extra else spec.kv_format
+    assert record is not None, "a case is about a cache that the spec has"
+    pool_bytes = case.pages * (case.page_size * record.record_bytes + case.pad_bytes)
+    return "dims of rows", case.rows * record.d_qk * calls, MOST_ROW_DIMS, pool_bytes

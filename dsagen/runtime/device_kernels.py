@@ -1,0 +1,35 @@
+"""The kernels of a deployment for one device, by op and role."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dsagen.plan import KernelPlan
+from dsagen.runtime.driver import DeviceFacts
+from dsagen.runtime.sparse_decode import OP
+
+
+@dataclass(frozen=True)
+class DeviceKernels:
+    """What a deployment runs on one device: plans by op and role, each in order of preference."""
+
+    ordinal: int
+    facts: DeviceFacts
+    arch: str
+    by_role: Mapping[tuple[str, str], tuple[KernelPlan, ...]]
+
+    @property
+    def plans(self) -> tuple[KernelPlan, ...]:
+        """All of them."""
+        return tuple(plan for plans in self.by_role.values() for plan in plans)
+
+    @property
+    def mains(self) -> tuple[KernelPlan, ...]:
+        """The main kernels of sparse decode."""
+        return self.by_role[OP, "main"]
+
+    @property
+    def combine(self) -> KernelPlan:
+        """The combine of sparse decode."""
+        return self.by_role[OP, "combine"][0]

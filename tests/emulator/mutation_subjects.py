@@ -1,0 +1,169 @@
+"""The kernels of all families that are mutated, and how each kind is run and held to its reference.
+
+A family's new kernel comes in by itself, from the shipped specs; a new kind of kernel needs an entry in RUNNERS, a new
+family with several of one kind perhaps an axis in _SIZES.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+
+import cache_rows
+import decode
+import test_emulated_topk as topk
+import torch
+from decode import Kernel, compile_ptx
+
+from dsagen.arch import arch as arch_row
+from dsagen.check.cache import allocate_cache
+from dsagen.check.cases import DecodeCase, Values
+from dsagen.errors import EmulatorError
+from dsagen.families.kv_cache.reference import convert_reference, read_reference, write_reference
+from dsagen.families.topk.family import COUNT, SELECT, split_variants
+from dsagen.family import families, family_of_op
+from dsagen.kv_format import kv_format
+from dsagen.plan import Variant
+from dsagen.render import render
+from dsagen.spec import load_spec, shipped_specs
+
+ARCHS = ("sm_90a", "sm_80")
+# Axes that make a kernel larger and no different: the smallest that takes the cases below stands for all.
+_SIZES = ("n", "smem", "threads")
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One way of running a kernel."""
+
+    seed: int
+    schedule: str
+
+
+_PAGES, _PAGE = 3, 5
+_ROW_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+ATTEMPTS = (Attempt(0, "turns"), Attempt(1, "random"), Attempt(2, "priorities"), Attempt(3, "random"))
+Runner = Callable[[Kernel, Attempt], str]
+
+
+@cache
+def variants() -> dict[str, Variant]:
+    """Every kind of kernel of the shipped specs on the archs, by slug."""
+    smallest: dict[tuple[object, ...], Variant] = {}
+    for name in shipped_specs():
+        spec = load_spec(name)
+        cells = [cell for arch in ARCHS for op in spec.ops for cell in family_of_op(op).expand(spec, arch_row(arch))]
+        for variant in (cell.variant for cell in cells if cell.variant is not None and cell.kept):
+            kind = (variant.family, variant.kernel, variant.body, variant.arch)
+            key = (*kind, *(axis for axis in variant.axes if axis[0] not in _SIZES))
+            old = smallest.get(key)
+            if old is None or _sizes(variant) < _sizes(old):
+                smallest[key] = variant
+    return {variant.slug: variant for variant in smallest.values()}
+
+
+def _sizes(variant: Variant) -> list[int]:
+    # A row that is held in shared memory needs the threads.
+    return [-int(value) if name == "threads" else int(value) for name, value in variant.axes if name in _SIZES]
+
+
+@cache
+def kernel_of(slug: str) -> Kernel:
+    """A kernel as the build compiles it."""
+    variant = variants()[slug]
+    plan = families()[variant.family].plan(variant)
+    return Kernel(plan, compile_ptx(render(plan).text, variant.arch))
+
+
+def outcome(kernel: Kernel, attempts: tuple[Attempt, ...] = ATTEMPTS) -> str:
+    """The first complaint over some schedules and inputs: of the machine, or of the comparison; or nothing."""
+    variant = kernel.plan.variant
+    runner = RUNNERS[variant.family, variant.kernel]
+    for attempt in attempts:
+        try:
+            found = runner(kernel, attempt)
+        except EmulatorError as error:
+            return str(error)
+        if found:
+            return found
+    return ""
+
+
+# Long enough that every ring goes round; ids of all kinds, and a last tile in which few warps have a token.
+_CASE = DecodeCase("mutants", batch=1, s_q=1, kv_tokens=500, topk=458, page_size=61, wild_ids=True)
+# Logits that rise every 64 columns, so that the reference of the softmax does too, for the last time in that tile.
+# And logits so far apart that it rises for some heads only.
+_CASES = (replace(_CASE, values=Values.RAMP_UP), _CASE, replace(_CASE, values=Values.HUGE))
+
+
+def _run_main(kernel: Kernel, attempt: Attempt) -> str:
+    variant = kernel.plan.variant
+    case, fmt, heads = _CASES[attempt.seed % len(_CASES)], str(variant.axis("kv")), variant.axis_int("n")
+    splits = 1 + attempt.seed % 3 // 2
+    found = decode.run(
+        case, fmt, heads, variant.arch, splits, attempt.seed, main=kernel, schedule=attempt.schedule
+    )  # fmt: skip
+    return decode.problem(case, fmt, found)
+
+
+def _run_combine(kernel: Kernel, attempt: Attempt) -> str:
+    variant = kernel.plan.variant
+    case = replace(_CASES[attempt.seed % len(_CASES)], topk=150)
+    found = decode.run(
+        case, "v32", 8, variant.arch, 2, attempt.seed, combine=kernel, schedule=attempt.schedule
+    )  # fmt: skip
+    return decode.problem(case, "v32", found)
+
+
+def _run_select(kernel: Kernel, attempt: Attempt) -> str:
+    values = (topk.one_binade, topk.few_values, topk.normal)[attempt.seed % 3]
+    call = topk.make_call(values, str(kernel.plan.variant.axis("score")), 512)
+    return topk.problem(call, kernel, attempt.seed, attempt.schedule)
+
+
+def _run_shared_rows(kernel: Kernel, attempt: Attempt) -> str:
+    """Rows that several blocks share, by two kernels of which this is one."""
+    variant = kernel.plan.variant
+    score = str(variant.axis("score"))
+    pair = {v.kernel: topk.compiled(v) for v in split_variants(score, arch_row(variant.arch))}
+    pair[variant.kernel] = kernel
+    values = (topk.one_binade, topk.few_values, topk.normal)[attempt.seed % 3]
+    call = topk.make_call(values, score, 512)
+    return topk.problem(call, pair[SELECT], attempt.seed, attempt.schedule, pair[COUNT])
+
+
+def _run_caches(kernel: Kernel, attempt: Attempt) -> str:
+    """One op of the caches, on each slot of a small pool."""
+    variant = kernel.plan.variant
+    record = kv_format(str(variant.axis("to" if variant.kernel == "convert" else "kv")))
+    generator = torch.Generator().manual_seed(attempt.seed)
+    slots = torch.randperm(_PAGES * _PAGE, generator=generator)
+    found = allocate_cache(record, _PAGES, _PAGE, "cpu")
+    wanted = cache_rows.copied(found)
+    if variant.kernel == "read":
+        for pool in found.values():
+            pool.zero_()
+        rows = cache_rows.read(kernel, record, found, len(slots), slots)
+        return "" if rows.equal(read_reference(record, found, slots)) else "rows"
+    if variant.kernel == "write":
+        x = torch.randn(len(slots), record.d_qk, generator=generator).to(_ROW_DTYPES[str(variant.axis("rows"))])
+        cache_rows.write(kernel, record, found, x, slots, seed=attempt.seed)
+        write_reference(record, wanted, x, slots, str(variant.axis("rule")))
+    else:
+        source = allocate_cache(kv_format(str(variant.axis("from"))), _PAGES, _PAGE, "cpu")
+        cache_rows.convert(kernel, source, found, (slots, slots.flip(0)))
+        convert_reference(kv_format(str(variant.axis("from"))), source, record, wanted, slots, slots.flip(0))
+    return "" if cache_rows.same_bytes(found, wanted) else "pool"
+
+
+RUNNERS: dict[tuple[str, str], Runner] = {
+    ("sparse_decode", "main"): _run_main,
+    ("sparse_decode", "combine"): _run_combine,
+    ("kv_cache", "write"): _run_caches,
+    ("kv_cache", "read"): _run_caches,
+    ("kv_cache", "convert"): _run_caches,
+    ("topk", "main"): _run_select,
+    ("topk", COUNT): _run_shared_rows,
+    ("topk", SELECT): _run_shared_rows,
+}

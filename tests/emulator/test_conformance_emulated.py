@@ -1,0 +1,167 @@
+"""The quick tier of `dsagen check`, unchanged, on the emulator: both families, a kernel of each structure.
+
+Cases run with different orders of warps, each always with the same. What needs a CUDA device, and what is beyond the
+emulator's declared size, counts as skipped.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dsagen.check.place import Case, emulator_place
+from dsagen.check.probes import CaseRun
+from dsagen.check.run import KernelCache, cases_of, run_case, run_check
+from dsagen.check.topk_cases import TopkCase
+from dsagen.check.topk_run import TopkRun
+from dsagen.errors import CheckFailed
+from dsagen.runtime import api
+from dsagen.runtime.emulated import EmulatedCode, EmulatorOptions, read_ptx
+from dsagen.spec import DeploymentSpec, load_spec
+
+pytestmark = pytest.mark.compile
+
+SEEDS = 4
+# Repeats, which are equal by construction where the order of warps is; the most splits and rows: one suite runs such.
+SLOW = r"run\.repeated(\.splits5)?|splits\.300|topk\.repeated\..*|topk\.layout\.rows(1025.*|133\..*)"
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A spec as one arch, with what it changes of a shipped one; `only` matches the cases that run, `but` not them."""
+
+    name: str
+    spec: str
+    arch: str
+    only: str = r".*"
+    but: str = SLOW
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+    def load(self) -> DeploymentSpec:
+        return load_spec(self.spec).replace(archs=[self.arch], **self.changes)
+
+    def cases(self) -> tuple[Case, ...]:
+        every = cases_of(self.load(), self.arch, "quick")
+        return tuple(c for c in every if re.fullmatch(self.only, c.name) and not re.fullmatch(self.but, c.name))
+
+
+CORE = r"ids\..*|values\..*|splits\.[1-7].*|width\..*|lse\..*|run\..*"
+SUITES = (
+    Suite("v32-sm_90a", "v32_h16", "sm_90a", but=r"run\.repeated"),
+    # Copies of 16 bytes a thread instead of bulk ones; codes that are shifted instead of converted.
+    Suite("v32-sm_80", "v32_h16", "sm_80"),
+    # The former with the conversion; the newest arch; the shared memory of small ones.
+    Suite("v32-sm_89", "v32_h16", "sm_89", r"values\..*"),
+    Suite("v32-sm_100a", "v32_h16", "sm_100a", r"values\..*"),
+    Suite("bf16-sm_90a", "v32_h16", "sm_90a", CORE, changes={"kv": "bf16"}),
+    Suite("bf16-sm_80", "v32_h16", "sm_80", r"values\..*", changes={"kv": "bf16"}),
+    # Other numbers of heads a CTA: the least, one that fills no tile, the most, two groups of the most.
+    Suite("v32-h8", "v32_h8", "sm_90a", r"width\..*"),
+    Suite("v32-h24", "v32_h16", "sm_90a", r"ids\..*", changes={"heads": 24}),
+    Suite("v32-h64", "v32_h64", "sm_90a", r"values\..*"),
+    Suite("v32-h128", "v32_h128", "sm_90a", r"splits\.[2-4].*|ids\.one_valid.*"),
+    Suite("topk-fp32-sm_90a", "v32_topk_h128", "sm_90a"),
+    Suite("topk-fp32-sm_80", "v32_topk_h128", "sm_80", r"topk\.(data\..*\.k512|width\..*)"),
+    Suite(
+        "topk-bf16-sm_90a", "v32_topk_h128", "sm_90a", r"topk\.(data\..*\.k512|width\..*)", changes={"scores": "bf16"}
+    ),
+    Suite("topk-bf16-sm_80", "v32_topk_h128", "sm_80", r"topk\.(data\..*\.k512|ids\..*)", changes={"scores": "bf16"}),
+)
+RUNS = [pytest.param(suite, case, n % SEEDS, id=f"{suite.name}-{case.name}")
+        for suite in SUITES for n, case in enumerate(suite.cases())]  # fmt: skip
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_torch_thread() -> Iterator[None]:
+    """Tests run side by side, and tensors are small."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def common_store(shared_store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSAGEN_CACHE_DIR", str(shared_store))
+
+
+@cache
+def kernels_of(name: str, seed: int) -> KernelCache:
+    spec = next(suite for suite in SUITES if suite.name == name).load()
+    place = emulator_place(spec, None, EmulatorOptions(seed=seed, threads=1))
+    return KernelCache(spec, place.device, place.load)
+
+
+@pytest.mark.spread
+@pytest.mark.parametrize(("suite", "case", "seed"), RUNS)
+def test_case(suite: Suite, case: Case, seed: int) -> None:
+    too_large = emulator_place(suite.load(), None, None).refusal(case)
+    if too_large:
+        pytest.skip(too_large)
+    kind = TopkRun if isinstance(case, TopkCase) else CaseRun
+    result, _ = run_case(kind(case, kernels_of(suite.name, seed), torch.device("cpu"), 20261))  # type: ignore[arg-type]
+    if result.status == "not_run":
+        pytest.skip(result.problem)
+    assert result.status == "passed", result.problem
+
+
+def test_most_of_the_quick_tier_runs() -> None:
+    ran = {case.name for suite in SUITES for case in suite.cases()}
+    quick = {case.name for suite in (SUITES[0], SUITES[-1]) for case in cases_of(suite.load(), suite.arch, "quick")}
+    assert len(ran) >= 0.95 * len(quick)
+
+
+# ---- a wrong kernel fails the check ---------------------------------------------------------------------------------
+
+
+def wrong(pattern: str, replacement: str, count: int = 1) -> Any:
+    """A reader of PTX in which the first matches of a pattern are replaced, in every kernel that has one."""
+
+    def read(plans: Any) -> dict[str, EmulatedCode]:
+        found = {}
+        for slug, code in read_ptx(plans).items():
+            found[slug] = replace(code, ptx=re.sub(pattern, replacement, code.ptx, count=count, flags=re.MULTILINE))
+        return found
+
+    return read
+
+
+@pytest.mark.parametrize(
+    ("name", "only", "pattern", "replacement", "complaint"),
+    [
+        ("v32_h16", "width.topk1??", r"ex2\.approx\.ftz\.f32|ex2\.approx\.f32", "lg2.approx.f32", r"elements off|nan"),
+        (
+            "v32_h16",
+            "width.topk1??",
+            r"^\s*barrier\.sync [^;]*;",
+            "",
+            r"race|deadlock|barrier|not written|elements off",
+        ),
+        (
+            "v32_topk_h128",
+            "topk.width.8192",
+            r"^\s*bar(rier)?\.(cta\.)?sync [^;]*;",
+            "",
+            r"race|barrier|not written|expected",
+        ),
+        ("v32_topk_h128", "topk.width.8192", r"setp\.(gt|ge|lt|le)\.u32", "setp.eq.u32", r"expected|CTA|livelock"),
+    ],
+)
+def test_a_wrong_kernel_fails_the_check(
+    name: str, only: str, pattern: str, replacement: str, complaint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = run_check(name, device="emulator", only=only, record=False, seed=5)
+    assert right.passed and right.conformant
+    count = 0 if "setp" in pattern or "ex2" in pattern else 2
+    monkeypatch.setattr(api, "read_ptx", wrong(pattern, replacement, count))
+    report = run_check(name, device="emulator", only=only, record=False, seed=5)
+    assert report.count("failed") == len(report.results)
+    with pytest.raises(CheckFailed, match=complaint):
+        report.require_passed()

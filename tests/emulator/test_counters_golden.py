@@ -1,0 +1,124 @@
+"""What the shipped kernels do for one small call each, held as text: a slower kernel shows as a larger number.
+
+A kernel that is new or changed needs nothing but `pytest tests/emulator/test_counters_golden.py --update-golden`: the
+text is made of the kernels that the shipped specs reach.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from dsagen.build import find_toolchain
+from dsagen.check.cases import DecodeCase
+from dsagen.check.kv_cases import Action, KvCase
+from dsagen.check.kv_run import KvRun
+from dsagen.check.place import Case
+from dsagen.check.probes import CaseRun
+from dsagen.check.run import run_case
+from dsagen.check.topk_cases import Ids, Scores, TopkCase, Windows
+from dsagen.check.topk_run import TopkRun
+from dsagen.emulator import DEVICE
+from dsagen.emulator.counters import Counters
+from dsagen.families.kv_cache.op import converts
+from dsagen.matrix import expand
+from dsagen.runtime.api import load
+from dsagen.runtime.emulated import EmulatedLaunch, EmulatorOptions
+from dsagen.spec import DeploymentSpec, load_spec, shipped_specs
+
+pytestmark = pytest.mark.compile
+
+GOLDEN = Path(__file__).with_name("counters.txt")
+UPDATE = (
+    "run `pytest tests/emulator/test_counters_golden.py --update-golden`, and read the difference before you commit"
+)
+# Another nvcc gives other instructions. The pin is pyproject.toml's.
+NVCC = "13.0"
+# Calls that reach every kernel between them. Two splits, so that there is a combine; rows that a tile does not divide.
+# Of top-k: rows off 16 B with a window inside, short ones, more rows than SMs, few rows that blocks share, more and
+# longer ones than are kept.
+CASES: tuple[Case, ...] = (
+    DecodeCase("golden", batch=2, s_q=1, kv_tokens=300, topk=200, page_size=64, num_splits=2),
+    TopkCase("golden", 2, 9001, 512, Scores.NORMAL, Windows.BOTH, Ids.PAGED, 61, misaligned=1),
+    TopkCase("golden.short", 2, 300, 64),
+    TopkCase("golden.rows", 133, 300, 64),
+    TopkCase("golden.shared", 1, 70_000, 512),
+    TopkCase("golden.long", 70, 70_000, 64),
+    *(KvCase(f"golden.{action}.{extra}", action, extra) for action in Action for extra in (False, True)),
+)
+
+
+@pytest.fixture(autouse=True)
+def common_store(shared_store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSAGEN_CACHE_DIR", str(shared_store))
+
+
+def measure(name: str, case: Case, seed: int = 0) -> dict[str, Counters]:
+    """Counters of each kernel, by symbol, that a case runs for a shipped spec."""
+    launches: list[EmulatedLaunch] = []
+    # CTAs that meet in atomics of global memory do so in one order on one thread.
+    options = EmulatorOptions(seed=seed, threads=1, counters=True, observe=launches.append)
+    kernels = load(name, device=DEVICE, emulator=options)
+    kind = {DecodeCase: CaseRun, TopkCase: TopkRun, KvCase: KvRun}[type(case)]
+    result, _ = run_case(kind(case, lambda _: kernels, torch.device("cpu"), 1))  # type: ignore[arg-type]
+    assert result.status == "passed", result.problem
+    return {launch.symbol: launch.counts.measured for launch in launches if launch.counts.measured is not None}
+
+
+def reaches(spec: DeploymentSpec, case: Case) -> bool:
+    """Whether the spec has what the case calls."""
+    if not isinstance(case, KvCase):
+        return case.op in spec.ops
+    record = spec.extra_kv_format if case.extra else spec.kv_format
+    return case.op in spec.ops and record is not None and (case.action is not Action.CONVERT or converts(record))
+
+
+def sections() -> dict[str, list[str]]:
+    """Lines by slug, for every kernel of the shipped specs."""
+    found: dict[str, list[str]] = {}
+    for name in shipped_specs():
+        spec = load_spec(name)
+        matrix = expand(spec)
+        if matrix.refused:
+            continue
+        slugs = {plan.symbol: plan.slug for plan in matrix.plans()}
+        for case in CASES:
+            if reaches(spec, case) and not set(slugs.values()) <= set(found):
+                for symbol, counters in measure(name, case).items():
+                    found.setdefault(slugs[symbol], counters.lines())
+    return dict(sorted(found.items()))
+
+
+def text_of(found: dict[str, list[str]]) -> str:
+    head = f"Counters of the shipped kernels for one small call each, with nvcc {NVCC} (tests/emulator).\n"
+    return head + "".join(f"\n{slug}\n" + "".join(f"  {line}\n" for line in lines) for slug, lines in found.items())
+
+
+def test_counters_are_those_of_the_golden_text(request: pytest.FixtureRequest) -> None:
+    version = find_toolchain().version
+    if not version.startswith(f"{NVCC}."):
+        pytest.skip(f"the golden counters are of nvcc {NVCC}, this is {version}")
+    text = text_of(sections())
+    if request.config.getoption("--update-golden"):
+        GOLDEN.write_text(text)
+    assert GOLDEN.read_text() == text, UPDATE
+
+
+def test_every_shipped_kernel_is_in_the_golden_text() -> None:
+    held = set(re.findall(r"^[a-z]\S+$", GOLDEN.read_text(), re.MULTILINE))
+    kept = [matrix for matrix in (expand(load_spec(name)) for name in shipped_specs()) if not matrix.refused]
+    assert held == {plan.slug for matrix in kept for plan in matrix.plans()}, UPDATE
+
+
+def test_counters_do_not_depend_on_the_order_of_warps() -> None:
+    first = measure("v32_h16", CASES[0])
+    assert all(measure("v32_h16", CASES[0], seed) == first for seed in (1, 2, 3))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_counters_of_atomics_repeat(seed: int) -> None:
+    """Who comes first at an atomic decides where it writes, so the order counts there; the same one counts the same."""
+    assert measure("v32_topk_h128", CASES[1], seed) == measure("v32_topk_h128", CASES[1], seed)

@@ -1,0 +1,113 @@
+"""Every barrier, fence, wait, commit and arrival of every family's kernels: without it, or weakened, it is noticed.
+
+What makes no difference is listed with the reason. By default every kernel is tried, with a part of the mutants and of
+the schedules; `--all-mutants` takes all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import pytest
+from mutants import Mutant, mutants
+from mutation_subjects import ATTEMPTS, Attempt, kernel_of, outcome, variants
+
+pytestmark = pytest.mark.compile
+
+
+@dataclass(frozen=True)
+class Equivalent:
+    """A change that makes no difference: kernels by slug, changes, beginnings of CUDA lines that lead there, why."""
+
+    kernels: str
+    changes: tuple[str, ...]
+    lines: tuple[str, ...]
+    reason: str
+
+    def covers(self, mutant: Mutant) -> bool:
+        """Whether the mutant is one of these."""
+        slug = mutant.kernel.plan.variant.slug
+        found = all(any(call.startswith(line) for call in mutant.calls) for line in self.lines)
+        return fnmatchcase(slug, self.kernels) and mutant.change in self.changes and found
+
+
+_MAIN = "sparse_decode-main-mma_sync-*"
+EQUIVALENTS = (
+    Equivalent(
+        "sparse_decode-main-mma_sync-sm_90a-*", ("removed",), ("RowCopy::fence_init();",),
+        "the lane that issues bulk copies executes fence.proxy.async after the barrier that follows the initialisation",
+    ),
+    Equivalent(
+        _MAIN, ("removed", "relaxed"),
+        ("accumulate(slot, parity, buffer);", "ptx::mbarrier_wait(ptx::shared_address(&shared.landed[slot]), parity);"),
+        "score threads await the same rows before they arrive at `filled`, for which the value warps wait; a bulk "
+        "copy's completion carries its proxy fence, so that knowing of it through others is enough",
+    ),
+    Equivalent(
+        _MAIN, ("relaxed",),
+        ("ScoreWarp<C, ", "if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&shared.freed[slot]));"),
+        "a score warp's last read of a row comes before its arrivals at `filled`; the value warps wait for those and "
+        "release the row in the same phase of `freed`",
+    ),
+    Equivalent(
+        _MAIN, ("removed",), ("sync();  // the last raise may still be reading block_value",),
+        "raise_reference() reads block_value before its own second barrier",
+    ),
+    Equivalent(
+        "sparse_decode-main-mma_sync-sm_80-*", ("removed",),
+        ("RowCopy::start(", "ptx::warp_sync();"),
+        "of the producer's lanes only lane 0 stores, which then arrives itself; all lanes' copies arrive on their own",
+    ),
+)  # fmt: skip
+
+
+# Kernels whose mutants nobody has judged yet: only that they give no report is tested.
+NOT_JUDGED = ("topk-main-*", "topk-select-*")
+
+
+def _judged() -> list[str]:
+    return [slug for slug in variants() if not any(fnmatchcase(slug, kernels) for kernels in NOT_JUDGED)]
+
+
+def _listed(mutant: Mutant) -> Equivalent | None:
+    return next((known for known in EQUIVALENTS if known.covers(mutant)), None)
+
+
+@pytest.mark.parametrize("slug", _judged())
+def test_mutants(slug: str, request: pytest.FixtureRequest) -> None:
+    everything = request.config.getoption("--all-mutants")
+    kernel = kernel_of(slug)
+    assert outcome(kernel) == ""
+    every = 1 if everything else 3
+    # Which ones are taken differs between kernels, so that several have what they share looked at in full.
+    first = sorted(variants()).index(slug) % every
+    missed, stale = [], []
+    for number, mutant in enumerate(mutants(kernel)):
+        known = _listed(mutant)
+        if known is None and number % every != first:
+            continue
+        found = outcome(mutant.kernel, ATTEMPTS if known is None or everything else ATTEMPTS[:1])
+        if found == "" and known is None:
+            missed.append(str(mutant))
+        if found != "" and known is not None:
+            stale.append(f"{mutant}: {found.splitlines()[0]}")
+    assert missed == []
+    assert stale == []
+
+
+def test_every_listed_equivalent_exists() -> None:
+    found = {_listed(mutant) for slug in variants() for mutant in mutants(kernel_of(slug))}
+    assert [known for known in EQUIVALENTS if known not in found] == []
+
+
+@pytest.mark.parametrize("slug", variants())
+def test_unchanged_kernels_give_no_report(slug: str, request: pytest.FixtureRequest) -> None:
+    """20 seeds in all; by default each kernel takes other ones."""
+    seeds = range(20)
+    if not request.config.getoption("--all-mutants"):
+        order = sorted(variants()).index(slug)
+        seeds = range(order % 5, 20, 5)
+    for seed in seeds:
+        schedule = ("random", "priorities")[seed % 2]
+        assert outcome(kernel_of(slug), (Attempt(seed + 4, schedule),)) == ""

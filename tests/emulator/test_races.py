@@ -1,0 +1,175 @@
+"""What orders accesses and what does not: lanes of a warp, warps, CTAs, proxies, asynchronous copies."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+from micro import kernel, launch
+
+from dsagen.emulator import Memory
+from dsagen.errors import EmulatorError
+
+TILE = ".shared .align 16 .b8 tile[4096];\n.shared .align 8 .b8 bar[16];\n"
+WORD = "mov.u32 %r1, tile; shl.b32 %r2, %r0, 2; add.u32 %r2, %r1, %r2;\n"
+OUT = "ld.param.u64 %d0, [p0]; mad.wide.u32 %d5, %r0, 4, %d0;\n"
+NEIGHBOUR = "xor.b32 %r3, %r0, {far}; mad.lo.u32 %r3, %r3, 4, %r1;\n"
+BULK = "cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%r1], [%d0], 64, [%r10];\n"
+INIT = "mov.u32 %r10, bar; setp.ne.u32 %p1, %r0, 0; @!%p1 mbarrier.init.shared.b64 [%r10], 1;\n"
+EXPECT = "mbarrier.arrive.expect_tx.shared.b64 _, [%r10], 64;\n"
+WAIT = "AGAIN: mbarrier.try_wait.parity{order}.shared.b64 %p3, [%r10], 0; @!%p3 bra AGAIN;\n"
+
+
+def run(body: str, seeds: int = 4, **options: int) -> None:
+    for seed in range(seeds):
+        memory = Memory()
+        address = memory.add("out", np.zeros(4096, np.uint32))
+        launch(kernel(OUT + body, 1, TILE), [address], memory, seed=seed, **options)
+
+
+def race(body: str, **options: int) -> str:
+    with pytest.raises(EmulatorError) as caught:
+        run(body, 1, **options)
+    return str(caught.value)
+
+
+def exchange(
+    order: str, far: int = 1, store: str = "st.shared.u32 [%r2], %r0;", load: str = "ld.shared.u32 %r4, [%r3];"
+) -> str:
+    return WORD + NEIGHBOUR.format(far=far) + store + order + load
+
+
+@pytest.mark.parametrize(
+    ("far", "threads", "order"), [(1, 32, "bar.warp.sync -1;"), (1, 64, "bar.sync 0;"), (32, 64, "bar.sync 0;")]
+)
+def test_what_orders_threads_in_shared_memory(far: int, threads: int, order: str) -> None:
+    run(exchange(order, far), threads=threads)
+
+
+@pytest.mark.parametrize(
+    ("far", "order"),
+    [
+        (1, ""),
+        (1, "shfl.sync.bfly.b32 %r5, %r0, 1, 31, -1;"),
+        (1, "vote.sync.ballot.b32 %r5, %p1, -1;"),
+        (1, "membar.cta;"),
+        (32, "bar.warp.sync -1;"),
+        (32, "membar.gl;"),
+    ],
+)
+def test_what_does_not_order_threads(far: int, order: str) -> None:
+    # Everything has been written once, so that only the order is at fault.
+    body = WORD + "st.shared.u32 [%r2], 7; bar.sync 0;" + exchange(order, far).removeprefix(WORD)
+    found = race(body, threads=64)
+    assert re.search(r"race: (read|write) of shared bytes \d+ to \d+, which CTA \(0, 0, 0\) warp \d, lane \d+", found)
+    assert len(re.findall(r"PTX line \d+", found)) == 2
+
+
+def test_halves_of_a_warp_that_sync_apart() -> None:
+    body = WORD + "st.shared.u32 [%r2], %r0; setp.lt.u32 %p1, %r0, 16; @%p1 bra LOW;"
+    body += (
+        "bar.warp.sync 0xffff0000; bra READ; LOW: bar.warp.sync 0xffff; READ:" + NEIGHBOUR + "ld.shared.u32 %r4, [%r3];"
+    )
+    run(body.format(far=1))
+    assert "race: read of shared bytes" in race(body.format(far=16))
+
+
+def test_bytes_are_their_own() -> None:
+    body = "mov.u32 %r1, tile; add.u32 %r2, %r1, %r0; cvt.u16.u32 %h1, %r0;"
+    body += "st.shared.u8 [%r2], %h1; ld.shared.u8 %h2, [%r2];"
+    run(body, threads=64)
+    assert "race" in race(body.replace("ld.shared.u8 %h2, [%r2];", "and.b32 %r3, %r2, -4; ld.shared.u32 %r4, [%r3];"))
+
+
+def test_lanes_that_store_the_same_value_to_one_word() -> None:
+    run("mov.u32 %r1, tile; st.shared.u32 [%r1], 5;")
+    assert "lanes of one store write different values" in race("mov.u32 %r1, tile; st.shared.u32 [%r1], %r0;")
+
+
+def test_a_race_in_global_memory_of_one_cta() -> None:
+    body = "xor.b32 %r3, %r0, 32; mad.wide.u32 %d6, %r3, 4, %d0; st.global.u32 [%d5], %r0; {} ld.global.u32 %r4, [%d6];"
+    run(body.format("bar.sync 0;"), threads=64)
+    found = race(body.format(""), threads=64)
+    assert re.search(r"race: (read|write) of bytes \d+ to \d+ of buffer out, which CTA \(0, 0, 0\) warp", found)
+
+
+def test_two_ctas_write_one_word() -> None:
+    found = race("mov.u32 %r3, %ctaid.x; setp.eq.u32 %p1, %r0, 3; @%p1 st.global.u32 [%d0+16], %r3;", grid=2)
+    assert "race: write of bytes 16 to 19 of buffer out, which CTA (0, 0, 0) warp 0, lane 3 writes" in found
+    assert "thread 3 (warp 0, lane 3), CTA (1, 0, 0)" in found
+    run("mov.u32 %r3, %ctaid.x; red.global.add.u32 [%d0+16], %r3;", grid=3, threads=64)
+    assert "atomic" in race("red.global.add.u32 [%d0], 1; ld.global.u32 %r4, [%d0];", threads=64)
+
+
+@pytest.mark.parametrize(
+    ("release", "acquire", "fine"), [("", "", True), (".relaxed.cta", "", False), ("", ".relaxed.cta", False)]
+)
+def test_mbarriers_order_what_they_release_and_acquire(release: str, acquire: str, fine: bool) -> None:
+    body = WORD + "st.shared.u32 [%r2], 7;" + INIT.replace(", 1;", ", 64;") + "bar.sync 0;"
+    body += f"st.shared.u32 [%r2], 9; mbarrier.arrive{release}.shared.b64 _, [%r10];\n" + WAIT.format(order=acquire)
+    body += NEIGHBOUR.format(far=32) + "ld.shared.u32 %r4, [%r3];"
+    if fine:
+        run(body, threads=64)
+    else:
+        assert "race: read of shared bytes" in race(body, threads=64)
+
+
+def bulk(
+    before: str = "",
+    init: str = "fence.mbarrier_init.release.cluster;",
+    fence: str = "",
+    wait: str = WAIT.format(order=""),
+) -> str:
+    body = WORD + INIT + f"@!%p1 {init}\n" if init else WORD + INIT
+    body += before + "bar.sync 0;" + "@%p1 bra WAITING;" + fence + EXPECT + BULK + "WAITING: " + wait
+    return body + "ld.shared.u32 %r4, [%r1];"
+
+
+def test_bulk_copies_and_the_proxies() -> None:
+    run(bulk())
+    run(bulk(init="fence.proxy.async;"))
+    store = "st.shared.u32 [%r2], 7;"
+    run(bulk(store, fence="fence.proxy.async;"))
+    run(bulk(store + "fence.proxy.async;"))
+    # A read needs no fence before the copy that overwrites what was read.
+    run(bulk(store + "fence.proxy.async; ld.shared.u32 %r4, [%r2];"))
+    assert "proxy: a bulk copy into shared bytes" in race(bulk(store))
+    assert "proxy: a bulk copy completes on the mbarrier at shared byte" in race(bulk(init=""))
+    for seed in range(4):
+        with pytest.raises(EmulatorError, match=r"not been waited for|had copied asynchronously"):
+            memory = Memory()
+            address = memory.add("out", np.zeros(4096, np.uint32))
+            launch(kernel(OUT + bulk(wait=""), 1, TILE), [address], memory, seed=seed)
+
+
+def test_copies_belong_to_the_lane_that_waits_for_them() -> None:
+    copy = WORD + "shl.b32 %r5, %r0, 4; add.u32 %r5, %r1, %r5; mad.wide.u32 %d6, %r0, 16, %d0;"
+    copy += "cp.async.cg.shared.global [%r5], [%d6], 16; cp.async.commit_group; cp.async.wait_group 0;"
+    copy += "{} ld.shared.u32 %r4, [%r6];"
+    own = "mov.u32 %r6, %r5;"
+    other = "xor.b32 %r6, %r5, 16;"
+    run(copy.format(own))
+    run(copy.format("bar.warp.sync -1;" + other))
+    assert "had copied asynchronously" in race(copy.format(other))
+
+
+def test_what_nobody_has_written() -> None:
+    memory = Memory()
+    address = memory.add("workspace", np.zeros(64, np.uint32), initialised=False)
+    with pytest.raises(EmulatorError, match="read of 4 bytes of buffer workspace at byte 0, which nobody has written"):
+        launch(kernel(OUT + "ld.global.u32 %r4, [%d5];"), [address], memory)
+    launch(kernel(OUT + "st.global.u32 [%d5], %r0;"), [address], memory)
+    launch(kernel(OUT + "ld.global.u32 %r4, [%d5];"), [address], memory.after())
+
+
+def test_a_flag_in_shared_memory() -> None:
+    body = WORD + "mov.u32 %r10, bar; setp.eq.u32 %p4, %r0, 0; @%p4 st.shared.u32 [%r10], 0; bar.sync 0;"
+    body += "setp.lt.u32 %p1, %r0, 32; @%p1 bra SPIN;"
+    body += "st.shared.u32 [%r2], %r0; bar.warp.sync -1; {release} setp.ne.u32 %p2, %r0, 32; @%p2 bra DONE;"
+    body += "st.volatile.shared.u32 [%r10], 1; bra DONE;"
+    body += "SPIN: ld.volatile.shared.u32 %r4, [%r10]; setp.eq.u32 %p3, %r4, 0; @%p3 bra SPIN; {acquire}"
+    body += "add.u32 %r6, %r2, 128; ld.shared.u32 %r7, [%r6]; DONE:"
+    run(body.format(release="membar.cta;", acquire="membar.cta;"), threads=64)
+    for release, acquire in (("membar.cta;", ""), ("", "membar.cta;")):
+        assert "race: read of shared bytes" in race(body.format(release=release, acquire=acquire), threads=64)

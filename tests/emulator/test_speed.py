@@ -1,0 +1,71 @@
+"""How long the machine takes, in CPU time of this process, with room for a slower and busier one than was measured.
+
+Loops of many equal instructions in one warp; the time of the loop itself and of the launch goes off.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import numpy as np
+import pytest
+from micro import kernel, launch
+
+from dsagen.emulator import Memory
+
+# Room over what is asked for on the machine of the README.
+ROOM = 4
+ROUNDS, COPIES = 400, 50
+MMA = "{%r10, %r11, %r12, %r13}, {%r14, %r15, %r16, %r17}, {%r18, %r19}, {%r10, %r11, %r12, %r13};"
+FILL = "mov.u32 %r1, tile; mad.lo.u32 %r2, %r0, 16, %r1; mov.b32 %r20, 0;"
+FILL += "st.shared.v4.b32 [%r2], {%r20, %r20, %r20, %r20};"
+TILE = ".shared .align 16 .b8 tile[512];\n"
+
+
+def seconds(body: str, *, races: bool) -> float:
+    """CPU time of one launch, the least of some."""
+    zero = " ".join(f"mov.b32 %r{n}, 0;" for n in range(10, 20)) + "mov.u64 %d10, 0; mov.u64 %d11, 1;"
+    text = kernel(
+        f"{TILE}{FILL}{zero} bar.sync 0; mov.u32 %r90, 0;\nLOOP:\n{body}\nadd.u32 %r90, %r90, 1; "
+        f"setp.lt.u32 %p1, %r90, {ROUNDS};\n@%p1 bra LOOP;"
+    )
+    memory = Memory()
+    address = memory.add("nothing", np.zeros(32, np.uint32))
+    best = float("inf")
+    for _ in range(5):
+        start = time.process_time()
+        launch(text, [address], memory, races=races)
+        best = min(best, time.process_time() - start)
+    return best
+
+
+def nanoseconds(instruction: str, *, races: bool = False) -> float:
+    """Of one instruction of a full warp."""
+    launch(kernel("ret;"), [0], Memory())
+    return (seconds(instruction * COPIES, races=races) - seconds("", races=races)) / (ROUNDS * COPIES) * 1e9
+
+
+@pytest.mark.parametrize(("instruction", "most"), [
+    ("add.s32 %r10, %r11, %r12;", 8), ("xor.b32 %r10, %r11, %r12;", 8), ("mad.lo.s32 %r10, %r11, %r12, %r13;", 8),
+    ("fma.rn.f32 %r10, %r11, %r12, %r13;", 8), ("setp.lt.s32 %p2, %r10, %r11;", 12),
+    ("selp.b32 %r10, %r11, %r12, %p2;", 12),
+    ("add.s64 %d10, %d10, %d11;", 12), ("ex2.approx.ftz.f32 %r10, %r11;", 30),
+    ("cvt.rn.bf16x2.f32 %r10, %r11, %r12;", 20), ("shfl.sync.bfly.b32 %r10, %r11, 1, 31, 0xffffffff;", 120),
+    (f"mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {MMA}", 300),
+    (f"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {MMA}", 300),
+    ("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r10, %r11, %r12, %r13}, [%r2];", 400),
+    ("ld.shared.b32 %r10, [%r2];", 300), ("st.shared.b32 [%r2], %r10;", 300),
+], ids=lambda value: value.split()[0] if isinstance(value, str) else "")  # fmt: skip
+def test_an_instruction(instruction: str, most: float) -> None:
+    assert nanoseconds(instruction) <= ROOM * most
+
+
+if __name__ == "__main__":
+    only = sys.argv[1] if len(sys.argv) > 1 else ""
+    for mark in test_an_instruction.pytestmark:  # type: ignore[attr-defined]
+        for text, limit in mark.args[1]:
+            if only and only not in text:
+                continue
+            plain, checked = nanoseconds(text), nanoseconds(text, races=True)
+            print(f"{text.split()[0]:<52}{plain:8.1f} ns{checked:8.1f} ns with checks{limit:6} asked for")
