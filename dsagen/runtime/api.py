@@ -342,14 +342,14 @@ class Kernels(CacheOps):
         if plan is not None:
             self._require_own_topk(plan)
             plan.require_shape(rows, int(scores.shape[1]), k, scores.device)
+            plan.require_apart(tensors.given())
         result = make_output(tensors, k)
         if rows:
             stream = self._driver.current_stream(ordinal)
             chosen = self._choose_topk(ordinal, shape_of(tensors, k, self.spec))
-            if chosen.split is not None and plan is None:
-                plan = self._shared_topk_plan(chosen, (rows, int(scores.shape[1]), k), ordinal, stream)
             given: dict[str, Number] = {}
-            if plan is not None and chosen.split is not None:
+            if chosen.split is not None:
+                plan = plan or self._shared_topk_plan((rows, int(scores.shape[1]), k), ordinal, stream)
                 plan.claim(stream)
                 given = plan.arguments()
             loaded = [self._loader.load(kernel, ordinal) for kernel in chosen.plans]
@@ -364,9 +364,7 @@ class Kernels(CacheOps):
         self._require_op(TOPK_OP)
         tensors = TopkTensors(scores, starts=starts)
         bind(tensors, TopkOptions(require_int("k", k), 1, drop_neg_inf=False), self.spec, self._driver)
-        ordinal = self._driver.ordinal(scores.device)
-        assert ordinal is not None
-        chosen = self._choose_topk(ordinal, shape_of(tensors, k, self.spec))
+        chosen = self._choose_topk(self._ordinal(scores.device), shape_of(tensors, k, self.spec))
         return tuple(plan.slug for plan in chosen.plans) if scores.shape[0] else ()
 
     def topk_workspace_bytes(self, rows: int, width: int, k: int, *, device: Device | None = None) -> int:
@@ -409,9 +407,7 @@ class Kernels(CacheOps):
         plans = {role: plans for (op, role), plans in on.by_role.items() if op == TOPK_OP}
         return choose_topk(plans, shape, on.facts.sm_count)
 
-    def _shared_topk_plan(
-        self, chosen: TopkCandidate, shape: tuple[int, int, int], ordinal: int, stream: int
-    ) -> TopkPlan:
+    def _shared_topk_plan(self, shape: tuple[int, int, int], ordinal: int, stream: int) -> TopkPlan:
         key = (*shape, ordinal, stream)
         with self._lock:
             plan = self._topk_plans.get(key)

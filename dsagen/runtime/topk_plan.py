@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import NoReturn, SupportsIndex
 
 import torch
 
-from dsagen.errors import DsagenError, GuardError
+from dsagen.errors import DeviceError, DsagenError, GuardError
 from dsagen.families.topk.guards import WORKSPACE_GUARD
 from dsagen.families.topk.op import Split
 from dsagen.guard import check
 from dsagen.runtime.driver import Driver
 from dsagen.runtime.launch import Number
-from dsagen.runtime.tensors import TensorRule, require, require_device, require_memory, require_plain
+from dsagen.runtime.tensors import (
+    TensorRule,
+    require,
+    require_device,
+    require_memory,
+    require_no_overlap,
+    require_plain,
+    span_bytes,
+)
 from dsagen.spec import DeploymentSpec
 
 
@@ -38,6 +47,7 @@ class TopkPlan:
         self.device = driver.torch_device(ordinal)
         self._split, self._lock = split, threading.Lock()
         self._stream: int | None = None
+        self._is_lent = workspace is not None
         self.workspace = self._make_workspace(workspace)
 
     @property
@@ -59,6 +69,12 @@ class TopkPlan:
                     f"[T-09] plan: made for {name} {getattr(self, name)}, the call has {name} {value}: make a plan for "
                     "it with plan_topk"
                 )
+
+    def require_apart(self, given: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Refuse a call whose tensors lie in the workspace that the caller lent: the kernels write all of it."""
+        if self._is_lent and self.workspace is not None:
+            tensors = [("workspace", self.workspace), *given]
+            require_no_overlap({"workspace"}, tensors, {name: span_bytes(tensor) for name, tensor in tensors})
 
     def claim(self, stream: int) -> None:
         """Bind the plan to a stream; GuardError when it belongs to another."""
@@ -98,7 +114,7 @@ class TopkPlan:
     def _make_workspace(self, lent: torch.Tensor | None) -> torch.Tensor | None:
         size = self.workspace_bytes
         if lent is None:
-            return torch.zeros(size, dtype=torch.uint8, device=self.device) if size else None
+            return _new_workspace(size, self.device) if size else None
         require_plain("workspace", lent)
         require_device("workspace", lent, self.device, "the plan")
         require_memory("workspace", lent)
@@ -110,3 +126,16 @@ class TopkPlan:
         }
         check([WORKSPACE_GUARD], values)
         return lent[:size].zero_() if size else None
+
+
+def _new_workspace(needed_bytes: int, device: torch.device) -> torch.Tensor:
+    try:
+        workspace = torch.zeros(needed_bytes, dtype=torch.uint8, device=device)
+    except RuntimeError as error:  # torch.OutOfMemoryError, and what the CPU's allocator raises
+        raise DeviceError(
+            f"workspace: {needed_bytes} B cannot be had on {device}: pass fewer rows or shorter ones "
+            f"({str(error).splitlines()[0]})"
+        ) from None
+    # Under a mode of torch (FakeTensorMode, say) it would be memory in name only, and the plan may outlive the mode.
+    require_plain("workspace", workspace)
+    return workspace

@@ -69,12 +69,13 @@ struct GatheredRow {
   DSA_DEVICE u32 key_of(u32 index) const { return static_cast<i32>(index) < 0 ? 0 : Of::Score::key(of.bits_at(index)); }
 };
 
-// Indices to a list.
+// Indices to a list, those of a part as they are in the row.
 struct ListOutput {
   i32* list;
   bool ordered;
-  DSA_DEVICE void put(u32 slot, u32 index) const { list[slot] = static_cast<i32>(index); }
-  DSA_DEVICE i32 translate(u32 index) const { return static_cast<i32>(index); }
+  u32 first;  // index of the part's first element
+  DSA_DEVICE void put(u32 slot, u32 index) const { list[slot] = translate(index); }
+  DSA_DEVICE i32 translate(u32 index) const { return static_cast<i32>(first + index); }
   DSA_DEVICE void store(u32 slot, u32, i32 id) const { list[slot] = id; }
 };
 
@@ -181,14 +182,17 @@ struct SplitSelect {
 
   // The k best of this part, in order, then -1.
   DSA_DEVICE void select_part(const Row& own) const {
+    // Counted from the part's start: a selection looks for indices up to the length of what it selects from.
+    Row from_start = own;
+    from_start.origin = own.first;
     const u32 slots = static_cast<u32>(p.part_slots), length = own.length();
-    const ListOutput best{row_list + static_cast<i64>(part) * slots, true};
+    const ListOutput best{row_list + static_cast<i64>(part) * slots, true, own.first - own.origin};
     u32 count = length;
     ptx::block_sync();
     if (own.taken_unread(k)) {
-      for (u32 i = thread; i < length; i += kThreads) best.put(i, own.index(0, own.first + i));
+      for (u32 i = thread; i < length; i += kThreads) best.put(i, i);
     } else {
-      count = select_row<C>(own, k, best, shared, [] {});
+      count = select_row<C>(from_start, k, best, shared, [] {});
     }
     for (u32 i = count + thread; i < slots; i += kThreads) best.list[i] = -1;
   }

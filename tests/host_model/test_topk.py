@@ -324,6 +324,13 @@ def test_a_full_list_costs_a_sweep_and_no_element() -> None:
         assert np.array_equal(result.raw, ample.raw)
 
 
+def test_parts_far_into_a_row_that_the_bitmap_does_not_span() -> None:
+    for kind in ("upper 22 bits equal", "plateau", "constant", "many NaN"):
+        for ordered in (True, False):
+            block = Split(parts=5, threads=32, elements=512, bitmap_words=32)
+            check(Call(rows_of(kind, 2, 9_000), 300, lengths=(9_000, 6_001), block=block, ordered=ordered, misaligned=3))
+
+
 @pytest.mark.parametrize("block", BOTH, ids=["swept", "held", "shared"])
 def test_without_order_the_same_elements_are_selected(block: Block) -> None:
     for kind in ("normal", "plateau", "infinities"):

@@ -229,6 +229,11 @@ def test_the_smallest_block_that_holds_the_row_takes_it(score: str, arch: str) -
     assert bodies(swept) == [STREAM] and swept.ctas == 1000 and swept.split is None
 
 
+@pytest.mark.parametrize(("rows", "threads"), [(1, 1024), (SMS, 1024), (SMS + 1, 256)])
+def test_an_sm_with_one_row_gets_the_larger_block(rows: int, threads: int) -> None:
+    assert [plan.threads for plan in chosen(plans(), rows, 4096).plans] == [threads]
+
+
 @pytest.mark.parametrize("rows", [1, 3])
 def test_few_rows_take_no_more_blocks_than_rows(rows: int) -> None:
     found = chosen(plans(), rows, 4096)

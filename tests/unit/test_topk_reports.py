@@ -95,7 +95,7 @@ FAULTS: dict[str, Fault] = {
         (
             "unit/test_topk_family.py::test_a_plan_that_breaks_a_limit_is_refused_with_the_slug",
             "unit/test_topk_family.py::test_a_row_that_does_not_fit_its_block_is_refused",
-            "unit/test_runtime_topk.py::test_a_lent_workspace_must_fit",
+            "unit/test_runtime_topk_plan.py::test_a_lent_workspace_must_fit",
             "unit/test_topk_reports.py::test_plans_fit_the_smallest_shared_memory",
             "unit/test_runtime_topk.py::test_capture_needs_a_loaded_kernel",
         ),
@@ -118,7 +118,7 @@ FAULTS: dict[str, Fault] = {
         (
             "unit/test_topk_reports.py::test_memory_is_written_over_between_capture_and_replay",
             "unit/test_topk_reports.py::test_a_call_with_its_output_allocates_nothing",
-            "unit/test_runtime_topk.py::test_capture_needs_a_plan_of_rows_that_blocks_share",
+            "unit/test_runtime_topk_plan.py::test_capture_needs_a_plan_of_rows_that_blocks_share",
         ),
     ),
     "another order each time": Fault(

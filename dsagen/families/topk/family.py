@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from dsagen.arch import Arch
 from dsagen.arch import arch as arch_row
 from dsagen.families.topk.geometry import (
-    MOST_THREADS,
     RESIDENT_SHAPES,
     SCORE_CPP,
     Geometry,
@@ -16,6 +15,7 @@ from dsagen.families.topk.geometry import (
     resident_geometry,
     resident_smem,
     stream_smem,
+    sweeping_geometry,
 )
 from dsagen.families.topk.guards import LAUNCH_GUARDS, PLAN_GUARDS, RESIDENT_GUARDS, SELECT_GUARDS
 from dsagen.families.topk.params import PARAMS, SPLIT_PARAMS
@@ -117,7 +117,7 @@ def plan_resident(variant: Variant, geometry: ResidentGeometry | None = None) ->
 
 def plan_stream(variant: Variant, geometry: Geometry | None = None) -> KernelPlan:
     """Plan of row_stream; `geometry` overrides the preferred one (for tests and for measuring others)."""
-    g = geometry or Geometry(str(variant.axis("score")), MOST_THREADS)
+    g = geometry or sweeping_geometry(str(variant.axis("score")), variant.arch)
     budget = (
         ("shape", f"a row by {g.threads} threads, {g.levels} digits of up to {g.digit_bits} bits"),
         ("row sweeps", f"2 where {g.elements} elements suffice after the first digit, at most {g.levels + 1}"),
@@ -128,7 +128,7 @@ def plan_stream(variant: Variant, geometry: Geometry | None = None) -> KernelPla
 
 def plan_split(variant: Variant, geometry: Geometry | None = None) -> KernelPlan:
     """Plan of a kernel of row_split; `geometry` overrides the preferred one (for tests and for measuring others)."""
-    g = geometry or Geometry(str(variant.axis("score")), MOST_THREADS)
+    g = geometry or sweeping_geometry(str(variant.axis("score")), variant.arch)
     cpp = {COUNT: "SplitCount", SELECT: "SplitSelect"}[variant.kernel]
     budget = (
         ("shape", f"a part of a row by {g.threads} threads"),

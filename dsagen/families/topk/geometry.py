@@ -19,6 +19,9 @@ SMALL_THREADS = 256
 LIST_ELEMENTS = 8192
 # Indices are put in order so many words of bits at a time.
 STREAM_BITMAP_WORDS = 4096
+# Vectors of 16 B that a thread has on their way at a time, and where nvcc 13.0 has no registers for as many.
+IN_FLIGHT = 4
+FEWER_IN_FLIGHT: Mapping[tuple[str, str], int] = {("bf16", "sm_80"): 2}
 
 
 @dataclass(frozen=True)
@@ -49,8 +52,7 @@ class Geometry:
         """Scores in 4 bytes."""
         return WORD_BYTES * 8 // self.key_bits
 
-    # Vectors of 16 B that a thread has on their way, or in registers, at a time.
-    in_flight: int = 4
+    in_flight: int = IN_FLIGHT
     # Room in the list of elements, and words of the bitmap.
     elements: int = LIST_ELEMENTS
     bitmap_words: int = STREAM_BITMAP_WORDS
@@ -87,6 +89,11 @@ def resident_geometry(score: str, smem_class: int, threads: int) -> ResidentGeom
     words, in_flight, elements = next(rest for first, *rest in RESIDENT_SHAPES[smem_class] if first == threads)
     g = ResidentGeometry(score, threads, words=words, in_flight=in_flight, elements=elements)
     return replace(g, bitmap_words=-(-g.row_scores // 32 // threads) * threads)
+
+
+def sweeping_geometry(score: str, arch: str) -> Geometry:
+    """The geometry of a block that sweeps a row in global memory."""
+    return Geometry(score, MOST_THREADS, in_flight=FEWER_IN_FLIGHT.get((score, arch), IN_FLIGHT))
 
 
 def resident_smem(g: ResidentGeometry) -> tuple[tuple[SmemField, ...], int]:

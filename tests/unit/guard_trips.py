@@ -1,0 +1,378 @@
+"""What trips each guard of each family: values, the complete message, the expression in C."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kv_cache_trips import KV_CACHE_TRIPS
+
+
+@dataclass(frozen=True)
+class Trip:
+    """Values that a guard refuses, the complete message, and the expression in C."""
+
+    values: dict[str, int]
+    message: str
+    c: str
+    holding: dict[str, int]
+    message_only: dict[str, object] = field(default_factory=dict)
+
+
+COMPILED = {
+    "stack_bytes": 0,
+    "spill_store_bytes": 0,
+    "spill_load_bytes": 0,
+    "allow_spill_bytes": 8,
+    "registers": 128,
+    "registers_cap": 128,
+    "moves_registers": 1,
+}
+K_CACHE = {"k_cache_address": 256, "page_stride_bytes": 41984, "row_stride_bytes": 656}
+PAGES = {"pages": 2, "page_size": 64, "page_bytes": 41984, "io_row_stride_bytes": 656}
+STRIDES = {"q_address": 32, "q_stride_b": 576, "q_stride_s": 576, "q_stride_h": 576}
+OUT = {"out_address": 32, "out_stride_b": 512, "out_stride_s": 512, "out_stride_h": 512}
+
+TRIPS: dict[str, dict[str, Trip]] = {
+    "sparse_decode": {
+        "K-01": Trip(
+            {"smem_bytes": 232449, "smem_optin_bytes": 232448},
+            "[K-01] shared memory: the plan needs 232449 B and a block may have 232448 B: use fewer stages, a smaller "
+            "tile or fewer heads in a CTA",
+            "smem_bytes <= smem_optin_bytes",
+            {"smem_bytes": 232448},
+        ),
+        "K-02": Trip(
+            {"threads": 512, "registers_cap": 129, "registers_per_sm": 65536},
+            "[K-02] registers: 512 threads x 129 exceed the SM's 65536: use fewer warps",
+            "(threads * registers_cap) <= registers_per_sm",
+            {"registers_cap": 128},
+        ),
+        "SD-01": Trip(
+            {"stages": 2, "tile_stages": 2, "producers": 2},
+            "[SD-01] stages 2: a tile of 2 stages needs one more than that, and 2 producers one each, or the ring "
+            "deadlocks",
+            "(stages > tile_stages && producers <= stages)",
+            {"stages": 3},
+        ),
+        "SD-02": Trip(
+            {"tile_tokens": 48, "spare_heads": 1},
+            "[SD-02] tile of 48 tokens: must be a multiple of 32 that the score warps cover",
+            "((tile_tokens % 32) == 0 && spare_heads >= 1)",
+            {"tile_tokens": 64},
+        ),
+        "SD-03": Trip(
+            {"heads_n": 20},
+            "[SD-03] heads in a CTA: 20 must be a multiple of 8 in 8..64",
+            "(8 <= heads_n && heads_n <= 64 && (heads_n % 8) == 0)",
+            {"heads_n": 24},
+        ),
+        "SD-05": Trip(
+            {"row_bytes": 656, "row_pitch_bytes": 672},
+            "[SD-05] row of 656 B at pitch 672 B: rows are copied 16 B at a time and the pitch must be an odd multiple "
+            "of 16 B to be free of bank conflicts",
+            "((row_bytes % 16) == 0 && (row_pitch_bytes % 32) == 16)",
+            {"row_pitch_bytes": 656},
+        ),
+        "SD-04": Trip(
+            {"num_splits": 33, "tile_tokens": 64, "topk": 2048, "all_tiles": 32},
+            "[SD-04] num_splits 33: 2048 index columns in tiles of 64 tokens are 32 tiles, so at least one split could "
+            "never hold a token. Use num_splits <= 32",
+            "(num_splits == 1 || (tile_tokens * (num_splits - 1)) < topk)",
+            {"num_splits": 32},
+        ),
+        "SD-06": Trip(
+            {"topk": 2049, "topk_capacity": 2048},
+            "[SD-06] indices: 2049 columns, the spec declares topk 2048: pass 1..2048 columns or raise `topk` in "
+            "the spec",
+            "(1 <= topk && topk <= topk_capacity)",
+            {"topk": 2048},
+        ),
+        "SD-07": Trip(
+            {"heads": 64, "spec_heads": 16},
+            "[SD-07] q: 64 heads, the spec declares 16: pass q with 16 heads or load a spec for 64",
+            "heads == spec_heads",
+            {"heads": 16},
+        ),
+        "SD-08": Trip(
+            {"main_ctas": 2**31, "combine_ctas": 1},
+            "[SD-08] grid: 2147483648 CTAs (combine 1) exceed 2147483647: use fewer splits or a smaller batch",
+            "(main_ctas <= 2147483647 && combine_ctas <= 2147483647)",
+            {"main_ctas": 2**31 - 1},
+        ),
+        "SD-09": Trip(
+            {"pool_tokens": 2**31},
+            "[SD-09] k_cache: 2147483648 tokens cannot be addressed by int32 indices, at most 2147483647 can: pass a "
+            "smaller pool",
+            "pool_tokens <= 2147483647",
+            {"pool_tokens": 2**31 - 1},
+        ),
+        "SD-10": Trip(
+            {"pages": 0, "page_size": 64},
+            "[SD-10] k_cache: 0 pages of 64 tokens: at least one page of 1..1073741824 tokens is needed",
+            "(pages >= 1 && 1 <= page_size && page_size <= 1073741824)",
+            {"pages": 1},
+        ),
+        "SD-11": Trip(
+            {**K_CACHE, "page_stride_bytes": 41992},
+            "[SD-11] k_cache: base address 0x100, page stride 41992 B and row stride 656 B must be multiples of 16 B: "
+            "pad the pages",
+            "((page_stride_bytes % 16) == 0 && (row_stride_bytes % 16) == 0 && (k_cache_address % 16) == 0)",
+            {"page_stride_bytes": 41984},
+        ),
+        "SD-12": Trip(
+            {**K_CACHE, **PAGES, "page_stride_bytes": 41968},
+            "[SD-12] k_cache: row stride 656 B and page stride 41968 B do not hold pages of 64 rows of 656 B (41984 "
+            "B): rows of a page must be adjacent and pages must not overlap",
+            "(row_stride_bytes == io_row_stride_bytes && (pages == 1 || page_stride_bytes >= page_bytes))",
+            {"page_stride_bytes": 41984},
+        ),
+        "SD-13": Trip(
+            {**STRIDES, "q_stride_h": 580},
+            "[SD-13] q: address 0x20 and strides (576, 576, 580) elements: rows must start at multiples of 16 B, so "
+            "strides must be multiples of 8 elements",
+            "((q_address % 16) == 0 && (q_stride_b % 8) == 0 && (q_stride_s % 8) == 0 && (q_stride_h % 8) == 0)",
+            {"q_stride_h": 584},
+        ),
+        "SD-14": Trip(
+            {**OUT, "out_stride_b": 513},
+            "[SD-14] out: address 0x20 and strides (513, 512, 512) elements: rows must start at multiples of 4 B, so "
+            "strides must be even",
+            "((out_address % 4) == 0 && (out_stride_b % 2) == 0 && (out_stride_s % 2) == 0 && (out_stride_h % 2) == 0)",
+            {"out_stride_b": 514},
+        ),
+        "SD-15": Trip(
+            {"moved_registers": 65537, "compiled_registers": 65536},
+            "[SD-15] registers: the roles ask for 65537 of the 65536 that the kernel is compiled with, so the last to "
+            "ask would wait forever",
+            "moved_registers <= compiled_registers",
+            {"moved_registers": 65536},
+        ),
+        "SD-00": Trip(
+            {"size": -1, "least": 0},
+            "[SD-00] batch: -1 is outside 0..2147483647",
+            "(least <= size && size <= 2147483647)",
+            {"size": 0},
+            {"name": "batch"},
+        ),
+        "SD-23": Trip(
+            {"workspace_bytes": 512, "workspace_address": 0x110, "needed_bytes": 512},
+            "[SD-23] workspace: 512 B at 0x110, the plan needs 512 B at a multiple of 256 B: "
+            "sparse_decode_workspace_bytes() tells the size",
+            "(workspace_bytes >= needed_bytes && (workspace_address % 256) == 0)",
+            {"workspace_address": 0x100},
+        ),
+        "SD-21": Trip(
+            {"length": 101, "topk": 100},
+            "[SD-21] topk_length[1] = 101: the index rows have 100 columns, so lengths are 0..100 (2 outside)",
+            "(0 <= length && length <= topk)",
+            {"length": 100},
+            {"place": [1], "count": 2},
+        ),
+        "SD-22": Trip(
+            {"token_id": 64, "pool_tokens": 64},
+            "[SD-22] indices[1, 2, 70] = 64: k_cache holds 64 tokens, so ids are below 64, or negative for padding (1 "
+            "past it)",
+            "token_id < pool_tokens",
+            {"token_id": -1},
+            {"place": [1, 2, 70], "count": 1},
+        ),
+    },
+    "kv_cache": {guard_id: Trip(*fields) for guard_id, fields in KV_CACHE_TRIPS.items()},
+    "topk": {
+        "K-01": Trip(
+            {"smem_bytes": 101377, "smem_optin_bytes": 101376},
+            "[K-01] shared memory: the plan needs 101377 B and a block may have 101376 B: hold fewer scores",
+            "smem_bytes <= smem_optin_bytes",
+            {"smem_bytes": 101376},
+        ),
+        "K-02": Trip(
+            {"threads": 1024, "registers_cap": 65, "registers_per_sm": 65536},
+            "[K-02] registers: 1024 threads x 65 exceed the SM's 65536: use fewer warps",
+            "(threads * registers_cap) <= registers_per_sm",
+            {"registers_cap": 64},
+        ),
+        "TK-01": Trip(
+            {"threads": 1040},
+            "[TK-01] block of 1040 threads: must be whole warps, at most 32",
+            "((threads % 32) == 0 && 32 <= threads && threads <= 1024)",
+            {"threads": 1024},
+        ),
+        "TK-02": Trip(
+            {"digit_bits": 13, "key_bits": 32},
+            "[TK-02] digits of 13 bits for keys of 32: must be 1 to 12 and no more than the key has",
+            "(1 <= digit_bits && digit_bits <= 12 && digit_bits <= key_bits)",
+            {"digit_bits": 12},
+        ),
+        "TK-03": Trip(
+            {"threads": 1024, "vector_scores": 64},
+            "[TK-03] block of 1024 threads x 64 scores: their counts are summed in 16 bits each, use fewer threads",
+            "(threads * vector_scores) <= 65535",
+            {"vector_scores": 63},
+        ),
+        "TK-10": Trip(
+            {"in_flight": 5, "vector_scores": 8},
+            "[TK-10] 5 vectors of 8 scores in flight: a thread has a bit for each, so at most 32 scores",
+            "(1 <= in_flight && (in_flight * vector_scores) <= 32)",
+            {"in_flight": 4},
+        ),
+        "TK-11": Trip(
+            {"bitmap_words": 1536, "threads": 1024},
+            "[TK-11] a bitmap of 1536 words: each of 1024 threads takes as many, so it must be a multiple",
+            "((bitmap_words % threads) == 0 && 1 <= bitmap_words)",
+            {"bitmap_words": 2048},
+        ),
+        "TK-12": Trip(
+            {"elements": 0},
+            "[TK-12] a list of 0 elements: must have room for one at least",
+            "1 <= elements",
+            {"elements": 1},
+        ),
+        "TK-13": Trip(
+            {"words": 36, "in_flight": 3},
+            "[TK-13] 36 words a thread: must be one or two batches of 3 vectors",
+            "((words % (4 * in_flight)) == 0 && 1 <= words && words <= (8 * in_flight))",
+            {"words": 24},
+        ),
+        "TK-15": Trip(
+            {"row_scores": 32769, "bitmap_words": 1024},
+            "[TK-15] rows of 32769 scores: the bitmap of 1024 words is narrower",
+            "row_scores <= (32 * bitmap_words)",
+            {"row_scores": 32768},
+        ),
+        "TK-04": Trip(
+            {"k": 2049, "topk_capacity": 2048},
+            "[TK-04] k: 2049, the spec declares a capacity of 2048: pass 1..2048 or raise `topk` in the spec (of "
+            "`extra_kv` where it has one)",
+            "(1 <= k && k <= topk_capacity)",
+            {"k": 2048},
+        ),
+        "TK-05": Trip(
+            {"rows": 2**31},
+            "[TK-05] scores: 2147483648 rows exceed 2147483647, and each takes a CTA: pass fewer at a time",
+            "rows <= 2147483647",
+            {"rows": 2**31 - 1},
+        ),
+        "TK-06": Trip(
+            {"width": 2**31},
+            "[TK-06] scores: rows of 2147483648 exceed 2147483647, what int32 indices reach: pass narrower rows",
+            "width <= 2147483647",
+            {"width": 2**31 - 1},
+        ),
+        "TK-07": Trip(
+            {"page_size": 0},
+            "[TK-07] page_size: 0 is outside 1..1073741824",
+            "(1 <= page_size && page_size <= 1073741824)",
+            {"page_size": 1},
+        ),
+        "TK-08": Trip(
+            {"table_rows": 2, "table_columns": 2**31},
+            "[TK-08] page_table: 2 rows of 2147483648 columns exceed 2147483647: pass a smaller table",
+            "(table_rows <= 2147483647 && table_columns <= 2147483647)",
+            {"table_columns": 2**31 - 1},
+        ),
+        "TK-09": Trip(
+            {"start": 3, "length": 8, "width": 10},
+            "[TK-09] window of row 5: 8 scores from 3 leave the row's 10 (2 rows do)",
+            "(0 <= start && start <= width && length <= (width - start))",
+            {"length": 7},
+            {"row": 5, "count": 2},
+        ),
+        "TK-14": Trip(
+            {"width": 32766, "lead": 3, "row_scores": 32768},
+            "[TK-14] rows of 32766 scores, up to 3 behind a multiple of 16 bytes: this kernel holds 32768",
+            "(width + lead) <= row_scores",
+            {"width": 32765},
+        ),
+        "TK-16": Trip(
+            {"parts": 1},
+            "[TK-16] 67 rows of 524288 B over 132 SMs: 1 parts a row, too few to share a row among blocks",
+            "2 <= parts",
+            {"parts": 2},
+            {"rows": 67, "row_bytes": 524288, "sm_count": 132},
+        ),
+        "TK-17": Trip(
+            {"workspace_bytes": 4096, "workspace_address": 0x108, "needed_bytes": 4096},
+            "[TK-17] workspace: 4096 B at 0x108, the plan needs 4096 B at a multiple of 16: pass what "
+            "topk_workspace_bytes tells, or none",
+            "(needed_bytes <= workspace_bytes && (workspace_address % 16) == 0)",
+            {"workspace_address": 0x110},
+        ),
+    },
+    "every family": {
+        "B-01": Trip(
+            {**COMPILED, "stack_bytes": 8, "spill_store_bytes": 16},
+            "[B-01] dsa_x spills: 8 bytes stack frame, 16 bytes spill stores, 0 bytes spill loads per thread at 128 "
+            "registers; the plan allows 8 (allow_spill_bytes)",
+            "(stack_bytes <= allow_spill_bytes && spill_store_bytes <= allow_spill_bytes && "
+            "spill_load_bytes <= allow_spill_bytes)",
+            {"spill_store_bytes": 8},
+            {"symbol": "dsa_x"},
+        ),
+        "B-02": Trip(
+            {"performance_messages": 1},
+            "[B-02] dsa_x compiled with what ptxas reports as lost performance: (C7510) serialised",
+            "performance_messages == 0",
+            {"performance_messages": 0},
+            {"symbol": "dsa_x", "first_message": "(C7510) serialised"},
+        ),
+        "B-03": Trip(
+            {**COMPILED, "registers": 129},
+            "[B-03] dsa_x takes 129 registers a thread, its plan allows 128: use another nvcc, or drop flags that "
+            "raise registers",
+            "registers <= registers_cap",
+            {"registers": 128},
+            {"symbol": "dsa_x"},
+        ),
+        "B-04": Trip(
+            {**COMPILED, "registers": 127},
+            "[B-04] dsa_x takes 127 registers a thread and moves registers between warps, which the plan reckons from "
+            "exactly 128: with fewer, the last warps to ask would wait forever. Use another nvcc, or drop flags that "
+            "change registers",
+            "(moves_registers == 0 || registers == registers_cap)",
+            {"moves_registers": 0},
+            {"symbol": "dsa_x"},
+        ),
+        "L-01": Trip(
+            {"registers": 129, "registers_cap": 128},
+            "[L-01] loaded kernel uses 129 registers a thread, its plan allows 128: the store entry is not what was "
+            "planned; rebuild it with `dsagen build --force`",
+            "registers <= registers_cap",
+            {"registers": 128},
+        ),
+        "L-02": Trip(
+            {"local_bytes": 8},
+            "[L-02] loaded kernel keeps 8 B a thread in local memory, its plan none: it spills; rebuild it with "
+            "`dsagen build --force`",
+            "local_bytes == 0",
+            {"local_bytes": 0},
+        ),
+        "L-03": Trip(
+            {"threads": 512, "max_threads": 448},
+            "[L-03] loaded kernel runs with at most 448 threads a block, its plan needs 512: rebuild it with "
+            "`dsagen build --force`",
+            "threads <= max_threads",
+            {"max_threads": 512},
+        ),
+        "L-04": Trip(
+            {"static_smem_bytes": 16},
+            "[L-04] loaded kernel has 16 B of static shared memory, its plan none: rebuild it with "
+            "`dsagen build --force`",
+            "static_smem_bytes == 0",
+            {"static_smem_bytes": 0},
+        ),
+        "L-05": Trip(
+            {"smem_bytes": 200000, "device_smem_bytes": 101376},
+            "[L-05] kernel needs 200000 B of shared memory, this device gives a block 101376 B: build for the arch of "
+            "this device",
+            "smem_bytes <= device_smem_bytes",
+            {"smem_bytes": 101376},
+        ),
+        "L-06": Trip(
+            {**COMPILED, "registers": 120},
+            "[L-06] loaded kernel has 120 registers a thread and moves registers between warps, which its plan reckons "
+            "from exactly 128: it would wait forever; rebuild it with `dsagen build --force`",
+            "(moves_registers == 0 || registers == registers_cap)",
+            {"registers": 128},
+        ),
+    },
+}
