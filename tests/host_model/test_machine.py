@@ -174,7 +174,7 @@ def test_conversions() -> None:
         assert np.array_equal(bits & 0xFFFF, np.where(nan(low), 0x7FFF, low.astype(np.float16).view(np.uint16)))
     codes = np.resize(np.arange(256, dtype=np.uint8), 1024).view(np.float32)
     out, _ = run(
-        "u32 low, high; ptx::e4m3_to_f16(reinterpret_cast<const u32*>(in)[t], low, high); "
+        "u32 low, high; ptx::e4m3_to_f16(reinterpret_cast<const u32*>(in)[t], low, high);"
         "out[2 * t] = ptx::float_of(low); out[2 * t + 1] = ptx::float_of(high);",
         codes,
     )

@@ -255,9 +255,9 @@ def test_two_threads_do_not_come_between_launches_that_share_a_workspace():
     def slow(*arguments):
         run = make_launch(*arguments)
 
-        def wait_and_run():
+        def wait_and_run(operands):
             time.sleep(0.002)  # lets the other threads come
-            run()
+            run(operands)
 
         return wait_and_run
 
