@@ -46,7 +46,7 @@ EQUIVALENTS = (
     ),
     Equivalent(
         _MAIN, ("relaxed",),
-        ("ScoreWarp<C, ", "if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&shared.freed[slot]));"),
+        ("ScoreWarp<C, ", "ptx::mbarrier_arrive(ptx::shared_address(&shared.freed[slot]));"),
         "a score warp's last read of a row comes before its arrivals at `filled`; the value warps wait for those and "
         "release the row in the same phase of `freed`",
     ),
