@@ -39,6 +39,14 @@ EQUIVALENTS = (
         "the lane that issues bulk copies executes fence.proxy.async after the barrier that follows the initialisation",
     ),
     Equivalent(
+        "sparse_decode-main-mma_sync-sm_90a-*", ("relaxed",), ("RowCopy::start(", "ptx::mbarrier_arrive(landed);"),
+        "the lane that issues the copies arrives with release, too, after the warp's barrier",
+    ),
+    Equivalent(
+        "sparse_decode-main-mma_sync-sm_90a-*", ("relaxed",), ("RowCopy::start(", "ptx::mbarrier_arrive_expect(landed, "),
+        "every lane releases what it stored by an arrival of its own",
+    ),
+    Equivalent(
         _MAIN, ("removed", "relaxed"),
         ("accumulate(slot, parity, buffer);", "ptx::mbarrier_wait(ptx::shared_address(&shared.landed[slot]), parity);"),
         "score threads await the same rows before they arrive at `filled`, for which the value warps wait; a bulk "
