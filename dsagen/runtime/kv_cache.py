@@ -115,7 +115,12 @@ def bind_read(t: Tensors, record: KvFormat, rows: int | None, driver: Driver) ->
 
 def make_out(out: torch.Tensor | None, rows: int, record: KvFormat, device: torch.device) -> torch.Tensor:
     """The rows' destination as given, or new: bf16 [rows, d_qk]."""
-    return torch.empty((rows, record.d_qk), dtype=torch.bfloat16, device=device) if out is None else out
+    if out is not None:
+        return out
+    made = torch.empty((rows, record.d_qk), dtype=torch.bfloat16, device=device)
+    # A mode of torch that is active makes something else of it.
+    require_plain("out", made)
+    return made
 
 
 def out_arguments(out: torch.Tensor) -> dict[str, Number]:

@@ -39,6 +39,7 @@ class PlanCache(Generic[Key, Plan]):
         self._max_plans, self._max_workspace_bytes = max_plans, max_workspace_bytes
         self._plans: OrderedDict[Key, Plan] = OrderedDict()
         self._pinned: dict[Key, Plan] = {}
+        self._taken: list[Plan] = []
 
     def get(self, key: Key) -> Plan | None:
         """The plan of that key, which then counts as the one used last."""
@@ -56,6 +57,11 @@ class PlanCache(Generic[Key, Plan]):
         while len(self._plans) > 1 and (len(self._plans) > self._max_plans or held_bytes > self._max_workspace_bytes):
             _, dropped = self._plans.popitem(last=False)
             held_bytes -= dropped.workspace_bytes
+
+    def take(self, key: Key) -> None:
+        """Keep a plan for good, and for nobody else: a captured graph works in its memory."""
+        if key in self._plans:
+            self._taken.append(self._plans.pop(key))
 
     def pin(self, key: Key) -> None:
         """Keep a plan for good: a captured graph holds its workspace's address."""

@@ -143,7 +143,10 @@ def make_output(t: TopkTensors, k: int) -> torch.Tensor:
     """The ids' destination as given, or new: int32 [rows, k]."""
     if t.out is not None:
         return t.out
-    return torch.empty((t.scores.shape[0], k), dtype=torch.int32, device=t.scores.device)
+    out = torch.empty((t.scores.shape[0], k), dtype=torch.int32, device=t.scores.device)
+    # A mode of torch that is active makes something else of it.
+    require_plain("out", out)
+    return out
 
 
 def check_windows(t: TopkTensors) -> None:

@@ -133,7 +133,12 @@ class TopkOps(ABC):
             loaded = [self._loader.load(kernel, ordinal) for kernel in chosen.plans]
             values = {**arguments, **output_arguments(tensors, result), **given, "row_step": chosen.ctas}
             operands = (*tensors, result, None if plan is None else plan.workspace)
-            self._launches.launch(OP, loaded, chosen.ctas, stream, values, operands)
+            try:
+                self._launches.launch(OP, loaded, chosen.ctas, stream, values, operands)
+            except BaseException:
+                if plan is not None:
+                    plan.spoil()
+                raise
         return result
 
     def topk_slugs(self, scores: torch.Tensor, *, k: int, starts: torch.Tensor | None = None) -> tuple[str, ...]:
@@ -192,7 +197,8 @@ class TopkOps(ABC):
                 plan = self.plan_topk(*shape, device=ordinal)
                 self._topk_plans.add(key, plan)
             elif self._driver.is_capturing(ordinal):
-                self._topk_plans.pin(key)
+                # The graph may be replayed beside other calls, which must not find it in the same workspace.
+                self._topk_plans.take(key)
             return plan
 
     def _require_own_topk(self, plan: TopkPlan) -> None:

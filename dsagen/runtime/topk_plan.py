@@ -47,8 +47,11 @@ class TopkPlan:
         self.device = driver.torch_device(ordinal)
         self._split, self._lock = split, threading.Lock()
         self._stream: int | None = None
-        self._is_lent = workspace is not None
+        self._is_lent, self._is_clean = workspace is not None, True
         self.workspace = self._make_workspace(workspace)
+        if self.workspace is not None:
+            # The first call may come on another stream than the one that sets zeros.
+            driver.synchronize(ordinal, driver.current_stream(ordinal))
 
     @property
     def workspace_bytes(self) -> int:
@@ -76,8 +79,13 @@ class TopkPlan:
             tensors = [("workspace", self.workspace), *given]
             require_no_overlap({"workspace"}, tensors, {name: span_bytes(tensor) for name, tensor in tensors})
 
+    def spoil(self) -> None:
+        """Say that a call may have ended midway, so that the workspace is not known to be zeros."""
+        with self._lock:
+            self._is_clean = False
+
     def claim(self, stream: int) -> None:
-        """Bind the plan to a stream; GuardError when it belongs to another."""
+        """Bind the plan to a stream, the current one; GuardError when it belongs to another."""
         with self._lock:
             if self._stream is not None and self._stream != stream:
                 raise GuardError(
@@ -88,6 +96,9 @@ class TopkPlan:
             if self._stream is None and self.workspace is not None:
                 self._driver.keep_for_stream(self._ordinal, self.workspace)
             self._stream = stream
+            if not self._is_clean and self.workspace is not None:
+                self.workspace.zero_()
+                self._is_clean = True
 
     def arguments(self) -> dict[str, Number]:
         """The arguments that the plan gives."""

@@ -43,7 +43,8 @@ EQUIVALENTS = (
         "the lane that issues the copies arrives with release, too, after the warp's barrier",
     ),
     Equivalent(
-        "sparse_decode-main-mma_sync-sm_90a-*", ("relaxed",), ("RowCopy::start(", "ptx::mbarrier_arrive_expect(landed, "),
+        "sparse_decode-main-mma_sync-sm_90a-*", ("relaxed",),
+        ("RowCopy::start(", "ptx::mbarrier_arrive_expect(landed, "),
         "every lane releases what it stored by an arrival of its own",
     ),
     Equivalent(

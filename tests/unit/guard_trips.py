@@ -248,14 +248,15 @@ TRIPS: dict[str, dict[str, Trip]] = {
         ),
         "TK-05": Trip(
             {"rows": 2**31},
-            "[TK-05] scores: 2147483648 rows exceed 2147483647, and each takes a CTA: pass fewer at a time",
-            "rows <= 2147483647",
+            "[TK-05] scores: 2147483648 rows are outside 0..2147483647, and each takes a CTA: pass fewer at a time",
+            "(0 <= rows && rows <= 2147483647)",
             {"rows": 2**31 - 1},
         ),
         "TK-06": Trip(
             {"width": 2**31},
-            "[TK-06] scores: rows of 2147483648 exceed 2147483647, what int32 indices reach: pass narrower rows",
-            "width <= 2147483647",
+            "[TK-06] scores: rows of 2147483648 are outside 0..2147483647, what int32 indices reach: "
+            "pass narrower rows",
+            "(0 <= width && width <= 2147483647)",
             {"width": 2**31 - 1},
         ),
         "TK-07": Trip(

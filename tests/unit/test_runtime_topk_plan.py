@@ -277,7 +277,7 @@ def test_two_threads_do_not_come_between_launches_that_share_a_workspace():
     ("sizes", "message"),
     [
         ((ROWS, LONG, 2049), r"^\[TK-04\] k: 2049, the spec declares a capacity of 2048"),
-        ((ROWS, 2**31, K), r"^\[TK-06\] scores: rows of 2147483648 exceed 2147483647"),
+        ((ROWS, 2**31, K), r"^\[TK-06\] scores: rows of 2147483648 are outside 0"),
         ((2.0, LONG, K), r"^\[T-12\] rows: expected a whole number, found 2.0 \(float\)"),
         ((ROWS, "9", K), r"^\[T-12\] width: expected a whole number, found '9' \(str\)"),
         ((ROWS, LONG, True), r"^\[T-12\] k: expected a whole number, found True \(bool\)"),
@@ -287,6 +287,43 @@ def test_a_plan_of_sizes_that_do_not_fit_is_refused(kernels, sizes, message):
     for make_plan in (kernels.plan_topk, kernels.topk_workspace_bytes):
         with pytest.raises(GuardError, match=message):
             make_plan(*sizes)
+
+
+def test_a_call_that_ends_midway_leaves_no_trace_in_the_next(monkeypatch):
+    _, kernels = make()
+    plan = kernels.plan_topk(ROWS, LONG, K)
+    launch = kernels._launches.launch
+
+    def interrupted(*_):
+        plan.workspace.fill_(7)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(kernels._launches, "launch", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        kernels.topk(long_scores(), k=K, plan=plan)
+    monkeypatch.setattr(kernels._launches, "launch", launch)
+    kernels.topk(long_scores(), k=K, plan=plan)
+    assert not plan.workspace.any()
+
+
+def test_a_captured_call_keeps_the_shared_plan_for_itself():
+    driver, kernels = make()
+    kernels.topk(long_scores(), k=K)
+    driver.capturing = True
+    kernels.topk(long_scores(), k=K)
+    with pytest.raises(FrozenError, match="call plan_topk before the capture"):
+        kernels.topk(long_scores(), k=K)
+    driver.capturing = False
+    kernels.topk(long_scores(), k=K)
+    captured, later = ([block["histograms"] for block in blocks(kernels, driver)][i] for i in (2, 4))
+    assert captured != later
+
+
+@pytest.mark.parametrize("sizes", [(-1, LONG, K), (ROWS, -1, K)])
+def test_negative_sizes_are_refused(kernels, sizes):
+    for call in (kernels.plan_topk, kernels.topk_workspace_bytes):
+        with pytest.raises(GuardError, match=r"^\[TK-0[56]\] .* outside 0\.\.2147483647"):
+            call(*sizes)
 
 
 def test_plans_are_of_the_declared_op():

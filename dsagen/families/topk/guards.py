@@ -80,14 +80,14 @@ CAPACITY_GUARD = Guard(
 ROWS_GUARD = Guard(
     "TK-05",
     "launch",
-    "rows <= 2147483647",
-    "scores: {rows} rows exceed 2147483647, and each takes a CTA: pass fewer at a time",
+    "0 <= rows and rows <= 2147483647",
+    "scores: {rows} rows are outside 0..2147483647, and each takes a CTA: pass fewer at a time",
 )
 WIDTH_GUARD = Guard(
     "TK-06",
     "launch",
-    "width <= 2147483647",
-    "scores: rows of {width} exceed 2147483647, what int32 indices reach: pass narrower rows",
+    "0 <= width and width <= 2147483647",
+    "scores: rows of {width} are outside 0..2147483647, what int32 indices reach: pass narrower rows",
 )
 PAGE_GUARD = Guard(
     "TK-07",
