@@ -83,7 +83,7 @@ struct RowSweeps {
     });
   }
 
-  // Calls put(slot, vector number, element, key) for each selected element, with slots in the order of the row, of which
+  // Calls put(slot, vector number, element) for each selected element, with slots in the order of the row, of which
   // there are `slots` at most; returns how many are selected. `sums` is the shared address of two sets of warp sums.
   template <class Put>
   DSA_DEVICE u32 emit(const Bounds& bounds, u32 ties_taken, u32 slots, u32 sums, Put put) const {

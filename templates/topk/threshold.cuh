@@ -51,8 +51,8 @@ struct Bounds {
 constexpr int power_of_two(int n) { return n < 2 ? 1 : 2 * power_of_two(n / 2); }
 
 // The digits' histogram and the search in it, by as many warps as divide it. Such a warp has kEach rows of 32 neighbouring
-// bins, a lane a bin, and clears them once they have been read, so that the histogram is empty before and after each search. There is a bin more than there are digits: where digits are counted less
-// one, digit 0 comes out as the largest.
+// bins, a lane a bin, and clears them once they have been read, so that the histogram is empty before and after each search.
+// There is a bin more than there are digits: where digits are counted less one, digit 0 comes out as the largest.
 template <int kThreads, int kDigitBits>
 struct DigitSearch {
   static constexpr int kBins = 1 << kDigitBits, kWarps = power_of_two(kThreads / 32);
