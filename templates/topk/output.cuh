@@ -1,5 +1,6 @@
 // Where the selected indices of a row go, and what they become on the way.
 #pragma once
+#include "prims/ptx/prefetch.cuh"
 #include "prims/tile/rows.cuh"
 #include "prims/types.cuh"
 
@@ -24,6 +25,15 @@ struct RowOutput {
     unmapped = p.page_table != nullptr && (table_row < 0 || table_row >= p.table_rows);
     table = p.page_table == nullptr || unmapped ? nullptr : p.page_table + table_row * p.table_stride;
     table_start = p.table_starts == nullptr ? 0 : p.table_starts[row];
+  }
+
+  // Lets the entries for a window of `length` elements come nearer, a cache line by each thread at most.
+  DSA_DEVICE void prefetch_table(u32 length, u32 thread, u32 threads) const {
+    constexpr u32 kLineEntries = 32;
+    if (table == nullptr || length == 0) return;
+    const u32 last = tile::PageDivisor{p.page_multiplier, p.page_shift, p.page_size}.divide(length - 1), number = kLineEntries * thread;
+    const i64 column = table_start + number;
+    if (last < kLineEntries * threads && number <= last && column >= 0 && column < p.table_columns) ptx::prefetch_l2(table + column);
   }
 
   // Element `index` of the window takes a slot.

@@ -2,6 +2,7 @@
 #pragma once
 #include "prims/ptx/memory.cuh"
 #include "prims/types.cuh"
+#include "topk/bounded.cuh"
 #include "topk/score.cuh"
 
 namespace topk {
@@ -93,9 +94,7 @@ struct ScoreRow {
 
  protected:
   static DSA_DEVICE Vector vector_of(const Words4& w) { return {{w.x, w.y, w.z, w.w}, Vector::kAllLive}; }
-  static DSA_DEVICE int bounded(int value, int most) { return value < 0 ? 0 : value < most ? value : most; }
-  static DSA_DEVICE u32 least(u32 a, u32 b) { return a < b ? a : b; }
-  static DSA_DEVICE u32 most(u32 a, u32 b) { return a > b ? a : b; }
+  static DSA_DEVICE int bounded(int value, int limit) { return most(0, least(value, limit)); }
 };
 
 }  // namespace topk

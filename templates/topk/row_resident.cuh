@@ -77,6 +77,7 @@ struct RowResident {
       const Row scores(p, row);
       const RowOutput<Params> output(p, row);
       u32 count = scores.length();
+      output.prefetch_table(count, thread, kThreads);
       if (scores.taken_unread(k)) {
         for (u32 i = thread; i < count; i += kThreads) output.put(i, i);
       } else {

@@ -32,6 +32,7 @@ struct RawKey {
   using Word = u32;
   static constexpr int kKeyBits = kBits, kPerWord = 1;
   static constexpr bool kIsNumber = false;
+  static constexpr u32 kLowestWord = 0;
   static DSA_DEVICE u32 bits(u32 word, int) { return word; }
   static DSA_DEVICE u32 key(u32 bits) { return bits; }
   static DSA_DEVICE u32 unshifted(u32 bits) { return bits; }
@@ -163,7 +164,7 @@ struct SplitSelect {
     const bool room = Sweeps::can_list(t, k, scores.floor, List::kRoom);
     const Row own = scores.part_of(part, parts);
     room ? list_part(own, t, digits, list) : select_part(own);
-    if (!is_last()) return;
+    if (!is_last(list)) return;
     const u32 count = room ? select_listed(t, list) : select_gathered();
     output.finish(row, count, thread, kThreads);
     for (int bin = static_cast<int>(thread); bin < kBins; bin += kThreads) histogram[bin] = 0;
@@ -171,7 +172,7 @@ struct SplitSelect {
   }
 
   DSA_DEVICE void list_part(const Row& own, const Threshold& t, const typename Sweeps::Digits& digits, const List& list) const {
-    Sweeps{own, digits}.collect(Bounds(t, scores.floor), list);
+    Sweeps{own, digits}.collect(Bounds(t, scores.floor).lowest(), list);
     ptx::block_sync();
     const u32 count = list.size();
     if (thread == 0) list.set_note(0, ptx::global_fetch_add(counters, count));
@@ -198,16 +199,15 @@ struct SplitSelect {
   }
 
   // Whether this block is the row's last to come here; then what the others have written is visible.
-  DSA_DEVICE bool is_last() const {
-    const u32 finished = ptx::shared_address(&shared.listed[2]);
+  DSA_DEVICE bool is_last(const List& list) const {
     ptx::block_sync();
     if (thread == 0) {
       ptx::fence_device();
-      ptx::store_shared_4(finished, ptx::global_fetch_add(counters + 1, 1));
+      list.set_note(1, ptx::global_fetch_add(counters + 1, 1));
       ptx::fence_device();
     }
     ptx::block_sync();
-    return ptx::load_shared_4(finished) == parts - 1;
+    return list.note(1) == parts - 1;
   }
 
   DSA_DEVICE u32 select_listed(const Threshold& t, const List& list) const {
@@ -215,7 +215,7 @@ struct SplitSelect {
     for (u32 i = thread; i < count; i += kThreads) list.set(i, static_cast<u32>(row_list[i]));
     if (thread == 0) list.set_size(count);
     ptx::block_sync();
-    return list.select(t, k, scores, output, [] {});
+    return list.select(t, false, k, scores, output, [] {});
   }
 
   DSA_DEVICE u32 select_gathered() const {

@@ -1,16 +1,25 @@
 // Sweeps of a block over a row: counting digits, collecting elements, writing in index order. A row is anything with
 // ScoreRow's members.
 #pragma once
+#include "prims/ptx/bits.cuh"
 #include "prims/ptx/block.cuh"
 #include "prims/ptx/convert.cuh"
 #include "prims/ptx/funnel.cuh"
 #include "prims/ptx/thread.cuh"
 #include "prims/tile/scan.cuh"
+#include "topk/bounded.cuh"
 #include "topk/element_list.cuh"
 #include "topk/output.cuh"
 #include "topk/threshold.cuh"
 
 namespace topk {
+
+// A key that what is looked for probably reaches; 0 if there is none above -inf, or not with room in the list. `thin`: few
+// keys are near it, in terms of a first digit.
+struct Guess {
+  u32 key;
+  bool thin;
+};
 
 template <class C, class Row>
 struct RowSweeps {
@@ -47,14 +56,50 @@ struct RowSweeps {
     return t;
   }
 
+  // What probably k keys of the row reach, and few more, by a sample of vectors from all over the row. Three barriers.
+  DSA_DEVICE Guess guess(u32 k, u32 room) const {
+    constexpr int kDigitShift = kKeyBits - kDigitBits, kVectors = C::kSampled;
+    const u32 thread = static_cast<u32>(ptx::thread_index()), first = row.first_vector();
+    // Of `each` vectors that a thread has in a sweep it takes one; long rows have several of each thread.
+    const u32 each = (row.vectors() - first) / kThreads, vectors = each >= 8 * kVectors ? kVectors : 1, step = each / vectors;
+    const u32 sampled = vectors * kThreads * kElements;
+    if (step < 2 || k > row.length() / 4 || k > room) return {0, false};
+    // So many of the sample that it would take a deviation of four times the usual for fewer than k of the row.
+    const u32 share = sampled * k / row.length(), wanted = share + (4u << (ptx::highest_bit(share) + 1) / 2);
+    if (wanted >= sampled || (row.length() / sampled + 1) * wanted > room) return {0, false};
+    // Neighbours, but for pairs, take theirs far from each other.
+    const u32 from = first + thread + (thread / 2 % 16 * step / 16) * kThreads;
+    row.await_all();
+    Vector v[kVectors];
+#pragma unroll
+    for (int u = 0; u < kVectors; ++u) {
+      const u32 n = from + u * kThreads * step;
+      if (u < static_cast<int>(vectors)) v[u] = row.whole(n) ? row.load_whole(n) : Vector{{0, 0, 0, 0}, 0};
+    }
+#pragma unroll
+    for (int u = 0; u < kVectors; ++u) {
+      if (u >= static_cast<int>(vectors)) break;
+#pragma unroll
+      for (int e = 0; e < kElements; ++e) count_score<true>(v[u].bits(e), {0, kKeyBits, 0, 0}, kDigitBits);
+    }
+    ptx::block_sync();
+    const Threshold t = digits.next({0, kKeyBits, wanted, sampled}, kDigitBits, kRotated);
+    // In units of 2^-kDigitBits of the digit: where it would lie if the digit's keys were spread evenly, and where it does
+    // at the least for keys of which the lowest are as much as four times as frequent as the highest.
+    constexpr u32 kOne = 1u << kDigitBits;
+    const u32 even = ((t.equal - t.ties) << kDigitBits) / t.equal, part = even * (kOne + 3 * even) >> (kDigitBits + 2);
+    const u32 key = t.base + (kDigitShift > kDigitBits ? part << (kDigitShift - kDigitBits) : part >> (kDigitBits - kDigitShift));
+    return {key > kKeyOfNegInf >> (32 - kKeyBits) ? key : 0, (row.length() / sampled + 1) * t.equal <= C::kRivals};
+  }
+
   // Counts the first digit of all keys.
   DSA_DEVICE void count_first() const { count<true>(Threshold{0, kKeyBits, 0, 0}, kDigitBits); }
 
-  // Puts the elements that win or tie into a list, as can_list says that it may.
+  // Puts the indices of elements whose keys are not below `lowest`, which is above -inf where keys are numbers, into a list.
+  // Its size is theirs, even if it has less room.
   template <class List>
-  DSA_DEVICE void collect(const Bounds& bounds, const List& list) const {
+  DSA_DEVICE void collect(u32 lowest, const List& list) const {
     constexpr int kBits = kInFlight * kElements;
-    const u32 lowest = bounds.lowest();
     const float below = ptx::float_of(Score::kIsNumber ? number_below_key(lowest << (32 - kKeyBits)) : 0);
     const auto wanted_of = [&](const Vector& v) {
       u32 wanted = 0;
@@ -67,11 +112,12 @@ struct RowSweeps {
       return wanted;
     };
     u32 held = 0, held_bits = 0, held_n = 0;  // bits of batches that are not listed yet
-    sweep([&](const Vector (&v)[kInFlight], u32 whole, u32 n, bool last) {
+    sweep([&](const Vector (&v)[kInFlight], u32, u32 n, bool last) {
       if (held_bits == 0) held_n = n;
+      u32 wanted = 0;
 #pragma unroll
-      for (int u = 0; u < kInFlight; ++u)
-        if ((whole >> u & 1) != 0) held |= wanted_of(v[u]) << (held_bits + u * kElements);
+      for (int u = 0; u < kInFlight; ++u) wanted |= wanted_of(v[u]) << u * kElements;
+      held |= wanted << held_bits;
       held_bits += kBits;
       if (held_bits + kBits <= 32 && !last) return;
       put(held, list.reserve_by_warp(ptx::count_ones(held)), held_n, list);
@@ -145,7 +191,7 @@ struct RowSweeps {
       digits.count(Score::key(score) >> (kKeyBits - kDigitBits));
     } else {
       const u32 key = Score::key(score);
-      if (key >> t.shift == t.prefix) digits.count(t.digit(key, bits));
+      if (t.covers(key)) digits.count(t.digit(key, bits));
     }
   }
 
@@ -153,14 +199,15 @@ struct RowSweeps {
   template <class List>
   DSA_DEVICE void put(u32 wanted, u32 place, u32 n, const List& list) const {
 #pragma unroll 1
-    for (u32 left = wanted; left != 0; left &= left - 1) {
-      const u32 at = ptx::count_ones((left & (0u - left)) - 1);
-      list.set(place++, row.index(n + at / kElements * kThreads, at % kElements));
+    for (u32 left = wanted; left != 0; ++place) {
+      const u32 at = ptx::highest_bit(left);
+      left ^= 1u << at;
+      if (place < List::kRoom) list.set(place, row.index(n + at / kElements * kThreads, at % kElements));
     }
   }
 
   // Calls act(vectors, whole, number of the first, last) for kInFlight vectors of each thread at a time, kThreads apart. Bit u
-  // of `whole` says that vector u lies in the row with all its elements; others are zeros.
+  // of `whole` says that vector u lies in the row with all its elements; others are lowest scores.
   template <class Act>
   DSA_DEVICE void sweep(Act act) const {
     const u32 thread = static_cast<u32>(ptx::thread_index());
@@ -169,14 +216,22 @@ struct RowSweeps {
     for (u32 begin = row.first_vector(); begin < row.vectors(); begin += kInFlight * kThreads) {
       row.await(batch++);
       Vector v[kInFlight];
-      u32 whole = 0;
+      u32 whole = (1u << kInFlight) - 1;
+      if (row.whole(begin) && row.whole(begin + kInFlight * kThreads - 1)) {
 #pragma unroll
-      for (int u = 0; u < kInFlight; ++u) {
-        const u32 n = begin + u * kThreads + thread;
-        const bool is_whole = row.whole(n);
-        v[u] = Vector{{0, 0, 0, 0}, 0};
-        if (is_whole) v[u] = row.load_whole(n);
-        whole |= static_cast<u32>(is_whole) << u;
+        for (int u = 0; u < kInFlight; ++u) v[u] = row.load_whole(begin + u * kThreads + thread);
+      } else {
+#pragma unroll
+        for (int u = 0; u < kInFlight; ++u) {
+          constexpr u32 kLowest = Score::kLowestWord;
+          const u32 n = begin + u * kThreads + thread;
+          v[u] = Vector{{kLowest, kLowest, kLowest, kLowest}, 0};
+          if (row.whole(n)) {
+            v[u] = row.load_whole(n);
+          } else {
+            whole ^= 1u << u;
+          }
+        }
       }
       act(v, whole, begin + thread, begin + kInFlight * kThreads >= row.vectors());
     }

@@ -32,6 +32,7 @@ struct Fp32Score {
   using Word = u32;
   static constexpr int kKeyBits = 32, kPerWord = 1;
   static constexpr bool kIsNumber = true;
+  static constexpr u32 kLowestWord = 0x7fffffffu;  // a word of scores that nothing is below
   // Score e of a 4-byte word, as fp32 bits.
   static DSA_DEVICE u32 bits(u32 word, int) { return word; }
   static DSA_DEVICE u32 key(u32 bits) { return ordered_key(bits); }
@@ -43,6 +44,7 @@ struct Bf16Score {
   using Word = u16;
   static constexpr int kKeyBits = 16, kPerWord = 2;
   static constexpr bool kIsNumber = true;
+  static constexpr u32 kLowestWord = 0x7fff7fffu;
   static DSA_DEVICE u32 bits(u32 word, int e) { return e == 0 ? word << 16 : word & 0xffff0000u; }
   static DSA_DEVICE u32 key(u32 bits) { return ordered_key(bits) >> 16; }
   static DSA_DEVICE u32 unshifted(u32 bits) { return ordered_bits(bits); }

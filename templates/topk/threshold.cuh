@@ -7,26 +7,22 @@
 #include "prims/ptx/thread.cuh"
 #include "prims/tile/scan.cuh"
 #include "prims/types.cuh"
+#include "topk/bounded.cuh"
 
 namespace topk {
 
-template <class T>
-DSA_DEVICE T least(T a, T b) {
-  return a < b ? a : b;
-}
-
-// What is known of the k-th largest key. Selected are the keys whose bits from `shift` on exceed `prefix`, and `ties` of
-// the `equal` ones that equal it there.
+// What is known of the k-th largest key: it is one of `equal` keys in base .. base + 2^shift - 1. Selected are all above,
+// and `ties` of these.
 struct Threshold {
-  u32 prefix;
+  u32 base;
   int shift;
   u32 ties, equal;
 
   DSA_DEVICE bool open() const { return ties < equal; }
-  DSA_DEVICE u32 first() const { return shift == 32 ? 0 : prefix << shift; }
   // Whether the next digit of a key is to be counted. (A shift by all 32 bits would be undefined.)
-  DSA_DEVICE bool covers(u32 key) const { return shift == 32 || key >> shift == prefix; }
-  DSA_DEVICE u32 digit(u32 key, int bits) const { return key >> (shift - bits) & ((1u << bits) - 1); }
+  DSA_DEVICE bool covers(u32 key) const { return shift == 32 || (key - base) >> shift == 0; }
+  // The next digit of a key that is covered.
+  DSA_DEVICE u32 digit(u32 key, int bits) const { return (key - base) >> (shift - bits); }
 };
 
 // A threshold as bounds on keys: keys from `win` on are selected, and of those from `tie` on for `tie_size` the first few.
@@ -35,11 +31,10 @@ struct Bounds {
   u32 win, tie, tie_size;
 
   DSA_DEVICE Bounds(const Threshold& t, u32 floor) {
-    const u32 first = t.first(), size = 1u << t.shift;
-    const bool taken_whole = !t.open() || first < floor;
-    win = !taken_whole ? first + size : first < floor ? floor : first;
-    tie = first;
-    tie_size = taken_whole ? 0 : size;
+    const bool taken_whole = !t.open() || t.base < floor;
+    tie = t.base;
+    tie_size = taken_whole ? 0 : 1u << t.shift;  // of a threshold that is not open the shift may be 32
+    win = most(t.base + tie_size, floor);
   }
   DSA_DEVICE bool wins(u32 key) const { return key >= win; }
   DSA_DEVICE bool tied(u32 key) const { return key - tie < tie_size; }
@@ -103,7 +98,7 @@ struct DigitSearch {
     }
     ptx::block_sync();
     const Words4 w = ptx::load_shared_16(found);
-    return {t.prefix << bits | w.x, t.shift - bits, w.y, w.z};
+    return {t.base + (w.x << (t.shift - bits)), t.shift - bits, w.y, w.z};
   }
 
  private:

@@ -17,6 +17,7 @@ from dsagen.arch import arch as arch_row
 from dsagen.division import page_divisor
 from dsagen.emulator import Memory
 from dsagen.families.topk.family import FAMILY, stream_variant
+from dsagen.families.topk.geometry import MOST_THREADS
 from dsagen.families.topk.reference import topk_reference, translate_reference
 from dsagen.plan import Variant
 from dsagen.render import render
@@ -31,7 +32,7 @@ WORKSPACE = ("histograms", "counters", "lists")
 
 @cache
 def kernel(score: str, arch: str) -> Kernel:
-    return compiled(stream_variant(score, arch_row(arch)))
+    return compiled(stream_variant(score, arch_row(arch), MOST_THREADS))
 
 
 @cache

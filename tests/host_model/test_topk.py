@@ -324,6 +324,44 @@ def test_a_full_list_costs_a_sweep_and_no_element() -> None:
         assert np.array_equal(result.raw, ample.raw)
 
 
+# Blocks of 64 threads guess from 64 vectors of a row, this far apart.
+GUESS_ROW, GUESS_K, GUESS_LIST = 2_048, 64, 512
+GUESSING = (Stream(elements=GUESS_LIST), Resident(elements=GUESS_LIST, words=32, in_flight=4))
+
+
+def guess_rows(kind: str) -> np.ndarray:
+    """A row whose sample tells the truth, or not: few of it are high, or the rest is, or both and far apart."""
+    random = np.random.default_rng(7)
+    threads = np.arange(64)
+    vectors = threads + threads // 2 % 16 * (GUESS_ROW // 4 // 64) // 16 * 64
+    sample = (vectors[:, None] * 4 + np.arange(4)).ravel()
+    others = np.setdiff1d(np.arange(GUESS_ROW), sample)
+    scores = random.standard_normal(GUESS_ROW)
+    if kind == "thin":  # the k-th score is about 0, where keys are far apart
+        scores -= np.sort(scores)[-GUESS_K]
+    elif kind == "too high":
+        scores[sample[:40]] = 100 + np.arange(40)
+    elif kind == "too low":
+        scores[others] += 10
+    elif kind == "beyond":
+        scores *= 0.01
+        scores[sample[:30]] = 1
+        scores[random.choice(others, 100, replace=False)] = 100 * (1 + np.arange(100))
+    return scores.astype(np.float32)[None]
+
+
+@pytest.mark.parametrize("block", GUESSING, ids=["swept", "held"])
+def test_a_wrong_guess_costs_time_and_no_element(block: Block) -> None:
+    barriers = {}
+    for kind in ("true", "thin", "beyond", "too high", "too low"):
+        for ordered in (True, False):
+            result = check(Call(guess_rows(kind), GUESS_K, block=block, ordered=ordered))
+        check(Call(guess_rows(kind), GUESS_K, "bf16", block=block, drops_neg_inf=True))
+        barriers[kind] = result.run.barriers
+    # Beyond the first digit's reach there are more digits; a list that does not do is thrown away.
+    assert barriers["thin"] <= barriers["true"] < min(barriers[kind] for kind in ("beyond", "too high", "too low"))
+
+
 def test_parts_far_into_a_row_that_the_bitmap_does_not_span() -> None:
     for kind in ("upper 22 bits equal", "plateau", "constant", "many NaN"):
         for ordered in (True, False):

@@ -45,7 +45,7 @@ class Stream:
     def plan(self, score: str, arch: str) -> KernelPlan:
         """The kernel's plan."""
         g = Geometry(score, self.threads, self.digit_bits, self.in_flight, self.elements, self.bitmap_words)
-        return plan_stream(stream_variant(score, arch_row(arch)), g)
+        return plan_stream(stream_variant(score, arch_row(arch), self.threads), g)
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ Block = Stream | Resident | Built | Split
 SMALL = Stream()
 HELD = Resident()
 SHARED = Split()
-SMALL_BUILT, LARGE_BUILT, STREAM_BUILT = Built(0), Built(1), Built(2)
+SMALL_BUILT, LARGE_BUILT, STREAM_BUILT, STREAM_BY_TWO_BUILT = (Built(number) for number in range(4))
 
 
 @cache

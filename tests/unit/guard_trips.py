@@ -227,6 +227,13 @@ TRIPS: dict[str, dict[str, Trip]] = {
             "1 <= elements",
             {"elements": 1},
         ),
+        "TK-18": Trip(
+            {"sampled": 256, "threads": 1024, "vector_scores": 4, "elements": 4096},
+            "[TK-18] 256 vectors of 4 scores sampled by each of 1024 threads, and a list of 4096: their product must "
+            "be 1 to 4294967295, so sample fewer",
+            "(1 <= sampled && (((sampled * threads) * vector_scores) * elements) <= 4294967295)",
+            {"sampled": 255},
+        ),
         "TK-13": Trip(
             {"words": 36, "in_flight": 3},
             "[TK-13] 36 words a thread: must be one or two batches of 3 vectors",

@@ -138,7 +138,7 @@ def test_a_spec_with_both_ops_loads_the_kernels_of_both():
     driver, kernels = make(ops=["sparse_decode", "topk"])
     kernels.topk(torch.zeros(ROWS, WIDTH), k=K)
     assert driver.loads == [kernels._on(0).by_role["topk", "main"][1].symbol]
-    assert len(kernels._on(0).plans) == 5 + 2
+    assert len(kernels._on(0).plans) == 6 + 2
 
 
 def test_each_op_needs_to_be_declared(kernels):
@@ -317,14 +317,14 @@ def test_every_call_of_the_check_is_accepted(scores, monkeypatch):
 def test_the_kernels_of_a_call_are_told_by_its_tensors():
     driver, kernels = make()
     by_role = kernels._on(0).by_role
-    small, large, swept = (plan.slug for plan in by_role["topk", "main"])
+    small, large, swept, swept_by_two = (plan.slug for plan in by_role["topk", "main"])
     shared = tuple(by_role["topk", role][0].slug for role in ("count", "select"))
     memory = torch.zeros(90 * 40_000)
     for rows, width, first, wanted in (
         (0, WIDTH, 0, ()),
         (ROWS, 8192, 0, (large,)),
         (133, 8192, 0, (small,)),
-        (133, 8192, 1, (large,)),
+        (133, 8192, 1, (swept_by_two,)),
         (133, 8188, 1, (small,)),
         (90, 32_768, 0, (large,)),
         (90, 32_768, 1, (swept,)),
@@ -339,7 +339,7 @@ def test_the_kernels_of_a_call_are_told_by_its_tensors():
             plan.symbol for slug in wanted for plan in kernels._on(0).plans if plan.slug == slug
         )
     # Windows may start anywhere.
-    assert kernels.topk_slugs(torch.zeros(133, 8192), k=K, starts=ints(133)) == (large,)
+    assert kernels.topk_slugs(torch.zeros(133, 8192), k=K, starts=ints(133)) == (swept_by_two,)
     with pytest.raises(GuardError, match=r"^\[TK-04\] k: 0, "):
         kernels.topk_slugs(torch.zeros(ROWS, WIDTH), k=0)
     with pytest.raises(GuardError, match=r"^\[T-01\] scores: expected a torch.Tensor, found list"):

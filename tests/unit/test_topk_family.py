@@ -23,7 +23,14 @@ from dsagen.families.topk.family import (
     split_variants,
     stream_variant,
 )
-from dsagen.families.topk.geometry import MOST_THREADS, RESIDENT_SHAPES, SCORE_TYPES, Geometry, resident_geometry
+from dsagen.families.topk.geometry import (
+    MOST_THREADS,
+    RESIDENT_SHAPES,
+    SCORE_TYPES,
+    STREAM_THREADS,
+    Geometry,
+    resident_geometry,
+)
 from dsagen.families.topk.guards import PLAN_GUARDS, RESIDENT_GUARDS, SELECT_GUARDS
 from dsagen.families.topk.op import (
     LEAST_PART_BYTES,
@@ -52,7 +59,8 @@ BYTES = {score: element.bits // 8 for score, element in SCORE_TYPES.items()}
 def variants(score: str, arch: str) -> list[Variant]:
     row = arch_row(arch)
     held = [resident_variant(score, row, threads) for threads, *_ in RESIDENT_SHAPES[row.smem_class]]
-    return [*held, stream_variant(score, row), *split_variants(score, row)]
+    swept = [stream_variant(score, row, threads) for threads in STREAM_THREADS]
+    return [*held, *swept, *split_variants(score, row)]
 
 
 def plans(score: str = "fp32", arch: str = "sm_90a") -> dict[str, tuple[KernelPlan, ...]]:
@@ -87,7 +95,7 @@ def test_the_kernels_of_each_arch(score: str) -> None:
 def test_a_spec_may_have_both_ops_and_their_kernels_stay_apart() -> None:
     matrix = expand(load_spec({**SPEC, "ops": ["topk", "sparse_decode"], "archs": ["sm_90a"]}))
     assert [(cell.op, cell.role) for cell in matrix.cells] == [
-        *(("topk", role) for role in ("main", "main", "main", COUNT, SELECT)),
+        *(("topk", role) for role in ("main", "main", "main", "main", COUNT, SELECT)),
         ("sparse_decode", "main"),
         ("sparse_decode", "combine"),
     ]
@@ -155,11 +163,13 @@ SWEPT = Geometry("fp32", MOST_THREADS)
         (replace(SWEPT, in_flight=0), "TK-10"),
         (replace(SWEPT, bitmap_words=4095), "TK-11"),
         (replace(SWEPT, elements=0), "TK-12"),
+        (replace(SWEPT, sampled=0), "TK-18"),
+        (replace(SWEPT, sampled=256, elements=4096), "TK-18"),
     ],
 )
 def test_a_plan_that_breaks_a_limit_is_refused_with_the_slug(geometry: Geometry, guard_id: str) -> None:
     for variant, plan in (
-        (stream_variant(geometry.score, H200), plan_stream),
+        (stream_variant(geometry.score, H200, geometry.threads), plan_stream),
         *((variant, plan_split) for variant in split_variants(geometry.score, H200)),
     ):
         with pytest.raises(GuardError) as raised:
@@ -206,27 +216,37 @@ def test_every_plan_guard_is_asserted_in_the_unit(score: str, arch: str) -> None
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("score", SCORE_TYPES)
-def test_the_smallest_block_that_holds_the_row_takes_it(score: str, arch: str) -> None:
+def test_of_many_rows_an_sm_has_several(score: str, arch: str) -> None:
     by_role = plans(score, arch)
-    word = 4 // BYTES[score]
-    holds = [
-        (plan, plan.threads * plan.constant("kWords") * word)
-        for plan in by_role["main"]
-        if plan.variant.body == RESIDENT
-    ]
+    word, lead = 4 // BYTES[score], most_lead(score)
+    swept = min((plan for plan in by_role["main"] if plan.variant.body == STREAM), key=lambda plan: plan.threads)
     longest = 0
-    for plan, scores in holds:
+    for plan in by_role["main"]:
+        if plan.variant.body != RESIDENT or resident_ctas(plan) == 1:
+            continue
+        scores = plan.threads * plan.constant("kWords") * word
         for width in (longest + 1, scores):
             found = chosen(by_role, 1000, width)
             assert found.plans == (plan,) and found.workspace_bytes == 0
             assert found.ctas == min(1000, SMS * resident_ctas(plan))
         # A window that starts anywhere needs the room in front of it too.
-        lead = most_lead(score)
         assert chosen(by_role, 1000, scores - lead, lead=lead).plans == (plan,)
-        assert chosen(by_role, 1000, scores - lead + 1, lead=lead).plans != (plan,)
+        assert chosen(by_role, 1000, scores - lead + 1, lead=lead).plans == (swept,)
         longest = scores
-    swept = chosen(by_role, 1000, longest + 1)
-    assert bodies(swept) == [STREAM] and swept.ctas == 1000 and swept.split is None
+    found = chosen(by_role, 1000, longest + 1)
+    assert found.plans == (swept,) and found.ctas == 1000 and found.split is None
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("score", SCORE_TYPES)
+def test_of_few_rows_an_sm_has_one(score: str, arch: str) -> None:
+    by_role = plans(score, arch)
+    held = [plan for plan in by_role["main"] if plan.variant.body == RESIDENT][-1]
+    scores = held.threads * held.constant("kWords") * (4 // BYTES[score])
+    for rows in (SMS // 2, SMS):
+        assert chosen(by_role, rows, scores).plans == (held,)
+        (swept,) = chosen(by_role, rows, scores + 1).plans
+        assert swept.variant.body == STREAM and swept.threads == MOST_THREADS
 
 
 @pytest.mark.parametrize(("rows", "threads"), [(1, 1024), (SMS, 1024), (SMS + 1, 256)])
@@ -302,8 +322,8 @@ def test_every_way_of_a_call_is_explained_with_the_guard_that_decides() -> None:
     by_role = plans()
     shape = TopkShape(4, 128 << 10, 2048, 2048)
     judged = candidates(by_role, shape, SMS)
-    assert [bodies(found) for found in judged] == [[RESIDENT], [RESIDENT], [SPLIT, SPLIT], [STREAM]]
-    assert [found.refused for found in judged] == [True, True, False, False]
+    assert [bodies(found) for found in judged] == [[RESIDENT], [RESIDENT], [SPLIT, SPLIT], [STREAM], [STREAM]]
+    assert [found.refused for found in judged] == [True, True, False, False, False]
     text = explain_call(by_role, shape, SMS)
     assert text.startswith("shape: 4 rows of 131072 scores, k 2048\nsizes:\n  [TK-04] ")
     large = by_role["main"][1].slug

@@ -10,6 +10,7 @@ from dsagen.arch import arch as arch_row
 from dsagen.families.topk.geometry import (
     RESIDENT_SHAPES,
     SCORE_CPP,
+    STREAM_THREADS,
     Geometry,
     ResidentGeometry,
     resident_geometry,
@@ -45,6 +46,7 @@ _C_NAMES = {
     "in_flight": "Constants::kInFlight",
     "bitmap_words": "Constants::kBitmapWords",
     "elements": "Constants::kElements",
+    "sampled": "Constants::kSampled",
 }
 
 
@@ -59,7 +61,8 @@ class TopK:
         """The kernels that select from scores of the spec's dtype, for rows of every length."""
         assert spec.scores is not None, "a spec with the op has a dtype of scores"
         variants = [resident_variant(spec.scores, arch, threads) for threads, *_ in RESIDENT_SHAPES[arch.smem_class]]
-        variants += [stream_variant(spec.scores, arch), *split_variants(spec.scores, arch)]
+        variants += [stream_variant(spec.scores, arch, threads) for threads in STREAM_THREADS]
+        variants += split_variants(spec.scores, arch)
         return tuple(Cell(NAME, variant.kernel, arch.name, variant) for variant in variants)
 
     def plan(self, variant: Variant) -> KernelPlan:
@@ -81,9 +84,12 @@ def resident_variant(score: str, arch: Arch, threads: int) -> Variant:
     return Variant(NAME, "main", RESIDENT, arch.name, axes)
 
 
-def stream_variant(score: str, arch: Arch) -> Variant:
+def stream_variant(score: str, arch: Arch, threads: int) -> Variant:
     """The kernel that sweeps a row in global memory."""
-    axes: tuple[tuple[str, str | int], ...] = (("score", score),)  # bytes of a load, bits of a key
+    axes: tuple[tuple[str, str | int], ...] = (
+        ("score", score),  # bytes of a load, bits of a key
+        ("threads", threads),  # blocks that an SM has at once
+    )
     return Variant(NAME, "main", STREAM, arch.name, axes)
 
 
@@ -117,10 +123,10 @@ def plan_resident(variant: Variant, geometry: ResidentGeometry | None = None) ->
 
 def plan_stream(variant: Variant, geometry: Geometry | None = None) -> KernelPlan:
     """Plan of row_stream; `geometry` overrides the preferred one (for tests and for measuring others)."""
-    g = geometry or sweeping_geometry(str(variant.axis("score")), variant.arch)
+    g = geometry or sweeping_geometry(str(variant.axis("score")), variant.arch, variant.axis_int("threads"))
     budget = (
         ("shape", f"a row by {g.threads} threads, {g.levels} digits of up to {g.digit_bits} bits"),
-        ("row sweeps", f"2 where {g.elements} elements suffice after the first digit, at most {g.levels + 1}"),
+        ("row sweeps", f"one and a sample as a rule, at most {g.levels + 2}"),
     )
     types = (TypeAlias("Body", "topk::RowStream<Constants, SharedStorage, Score, Params>", f"topk/{STREAM}.cuh"),)
     return _plan(variant, g, SELECT_GUARDS, {}, (), stream_smem(g), types, budget)
@@ -163,6 +169,7 @@ def _plan(
         "in_flight": g.in_flight,
         "bitmap_words": g.bitmap_words,
         "elements": g.elements,
+        "sampled": g.sampled,
         **values,
     }
     check(guards, all_values, variant.slug)
@@ -174,6 +181,9 @@ def _plan(
             ("kInFlight", g.in_flight),
             ("kElements", g.elements),
             ("kBitmapWords", g.bitmap_words),
+            ("kRivals", g.rivals),
+            ("kSampled", g.sampled),
+            ("kGuessShift", g.guess_shift),
             *constants,
         ),
         types=(TypeAlias("Score", SCORE_CPP[g.score], "topk/score.cuh"), *types),

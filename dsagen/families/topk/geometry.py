@@ -15,8 +15,14 @@ VECTOR_BYTES = 16
 WORD_BYTES = 4
 MOST_THREADS = 1024
 SMALL_THREADS = 256
+# Of blocks that sweep a row: one to an SM, and two that wait in turn.
+STREAM_THREADS = (MOST_THREADS, 512)
 # Elements are (key, index), 8 B. A row with more of them under a digit than have room is swept for the next digit too.
 LIST_ELEMENTS = 8192
+# So few elements are compared all with all: a warp has four of them at most.
+RIVALS = 128
+# Vectors of 16 B that each thread adds to the sample of a long row.
+SAMPLED = 4
 # Indices are put in order so many words of bits at a time.
 STREAM_BITMAP_WORDS = 4096
 # Vectors of 16 B that a thread has on their way at a time, and where nvcc 13.0 has no registers for as many.
@@ -56,6 +62,13 @@ class Geometry:
     # Room in the list of elements, and words of the bitmap.
     elements: int = LIST_ELEMENTS
     bitmap_words: int = STREAM_BITMAP_WORDS
+    rivals: int = RIVALS
+    sampled: int = SAMPLED
+
+    @property
+    def guess_shift(self) -> int:
+        """Bits of a key below the first digit above a guess, whose digits reach a number of four times its size."""
+        return max(0, SCORE_TYPES[self.score].mantissa_bits + 1 - self.digit_bits)
 
 
 @dataclass(frozen=True)
@@ -63,6 +76,8 @@ class ResidentGeometry(Geometry):
     """A block whose shared memory holds a row: `words` of 4 bytes a thread."""
 
     words: int = 32
+    # What a block holds is so little that a vector of each thread is a good sample.
+    sampled: int = 1
 
     @property
     def batches(self) -> int:
@@ -91,9 +106,9 @@ def resident_geometry(score: str, smem_class: int, threads: int) -> ResidentGeom
     return replace(g, bitmap_words=-(-g.row_scores // 32 // threads) * threads)
 
 
-def sweeping_geometry(score: str, arch: str) -> Geometry:
+def sweeping_geometry(score: str, arch: str, threads: int = MOST_THREADS) -> Geometry:
     """The geometry of a block that sweeps a row in global memory."""
-    return Geometry(score, MOST_THREADS, in_flight=FEWER_IN_FLIGHT.get((score, arch), IN_FLIGHT))
+    return Geometry(score, threads, in_flight=FEWER_IN_FLIGHT.get((score, arch), IN_FLIGHT))
 
 
 def resident_smem(g: ResidentGeometry) -> tuple[tuple[SmemField, ...], int]:
@@ -115,8 +130,11 @@ def _select_fields(g: Geometry) -> tuple[SmemField, ...]:
         SmemField("histogram", "u32", ((1 << g.digit_bits) + 1,), "keys by their next digit"),
         SmemField("warp_sums", "u32", (2, 32), "of a prefix sum over the block, two sets"),
         SmemField("found", "u32", (4,), "digit of the k-th key, how many of it to take, how many there are"),
-        SmemField("listed", "u32", (4,), "elements in the list so far; what one thread tells the others"),
+        SmemField(
+            "listed", "u32", (4,), "elements in the list so far, what one thread tells the others (2), rivals so far"
+        ),
         SmemField("keys", "u32", (max(g.elements, 4),), "their keys"),
         SmemField("indices", "u32", (max(g.elements, 4),), "and indices"),
+        SmemField("rivals", "u32", (2 * g.rivals,), "keys and indices of the last few in question"),
         SmemField("bitmap", "u32", (g.bitmap_words,), "selected indices, a bit each"),
     )

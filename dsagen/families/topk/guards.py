@@ -52,6 +52,13 @@ SELECT_GUARDS: tuple[Guard, ...] = (
         "a bitmap of {bitmap_words} words: each of {threads} threads takes as many, so it must be a multiple",
     ),
     Guard("TK-12", "plan", "1 <= elements", "a list of {elements} elements: must have room for one at least"),
+    Guard(
+        "TK-18",
+        "plan",
+        "1 <= sampled and sampled * threads * vector_scores * elements <= 4294967295",
+        "{sampled} vectors of {vector_scores} scores sampled by each of {threads} threads, and a list of {elements}: "
+        "their product must be 1 to 4294967295, so sample fewer",
+    ),
 )
 RESIDENT_GUARDS: tuple[Guard, ...] = (
     *SELECT_GUARDS,

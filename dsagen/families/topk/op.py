@@ -87,13 +87,15 @@ def most_lead(score: str) -> int:
 
 def candidates(plans: Plans, shape: TopkShape, sm_count: int) -> tuple[Candidate, ...]:
     """Every way to run a call, in the order in which they are preferred. `plans` are by kernel name."""
-    mains = plans["main"]
-    held = [_judge_resident(plan, shape, sm_count) for plan in mains if plan.variant.body == RESIDENT]
-    # An SM that has one row is faster with more threads, one that has several with more blocks.
+    fewest_threads_first = sorted(plans["main"], key=lambda plan: plan.threads)
+    held = [_judge_resident(plan, shape, sm_count) for plan in fewest_threads_first if plan.variant.body == RESIDENT]
+    swept = [Candidate((plan,), False, shape.rows) for plan in fewest_threads_first if plan.variant.body != RESIDENT]
+    split = _judge_split(plans[COUNT][0], plans[SELECT][0], shape, sm_count)
+    # An SM that has one row is faster with more threads, one that has several with more blocks, which wait in turn.
     if shape.rows <= sm_count:
-        held.reverse()
-    swept = [Candidate((plan,), False, shape.rows) for plan in mains if plan.variant.body != RESIDENT]
-    return (*held, _judge_split(plans[COUNT][0], plans[SELECT][0], shape, sm_count), *swept)
+        return (*reversed(held), split, *reversed(swept))
+    several = [found for found in held if resident_ctas(found.plans[0]) > 1]
+    return (*several, *swept, *(found for found in held if found not in several), split)
 
 
 def choose(plans: Plans, shape: TopkShape, sm_count: int) -> Candidate:
