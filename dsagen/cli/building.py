@@ -56,9 +56,8 @@ def build(
         echo_lines(matrix_lines(selections))
     units = render_units(selections)
     _write(units, out)
-    results = build_units(
-        units, Store.open(), _toolchain_for(units), make_progress(quiet or as_json), jobs=jobs, force=force
-    )
+    progress = make_progress(quiet or as_json)
+    results = build_units(units, Store.open(), progress=progress, jobs=jobs, force=force)
     seconds = time.monotonic() - start
     if as_json:
         echo_json({"kernels": [_result_json(result) for result in results], "seconds": round(seconds, 3)})
@@ -96,15 +95,6 @@ def _write(units: Sequence[Unit], out: Path) -> list[Path]:
             f"generated CUDA text cannot be written below {out.absolute()}: {error.strerror}{where}: "
             "name a folder that can be written with --out"
         ) from None
-
-
-def _toolchain_for(units: Sequence[Unit]) -> Any:
-    """A finder that wants an nvcc new enough for every arch of the units."""
-    from dsagen.arch import arch
-    from dsagen.build import find_toolchain
-
-    minimums = {unit.arch: arch(unit.arch).min_cuda for unit in units}
-    return lambda: find_toolchain(minimums)
 
 
 def _summary(results: Sequence[BuildResult], seconds: float) -> list[str]:
