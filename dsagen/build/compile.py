@@ -71,10 +71,15 @@ def compile_command(unit: Unit, name: str, toolchain: Toolchain) -> str:
     that equal inputs give equal bytes wherever they are compiled.
     """
     flags = compile_flags(unit.arch)
-    to_ptx = shlex.join([*knobs.COMPILER_LAUNCHER.get(), str(toolchain.nvcc), *flags.nvcc, SOURCE, "-o", PTX])
+    to_ptx = shlex.join([*knobs.COMPILER_LAUNCHER.get(), *ptx_arguments(unit.arch, toolchain, SOURCE, PTX)])
     rename = shlex.join(["sed", "-i", rf'/\.file/s|"/.*/{SOURCE}"|"{name}/{SOURCE}"|', PTX])
     to_cubin = shlex.join([str(toolchain.ptxas), *flags.ptxas, PTX, "-o", CUBIN])
     return f"{to_ptx} && {rename} && {to_cubin}"
+
+
+def ptx_arguments(arch: str, toolchain: Toolchain, source: str, output: str) -> list[str]:
+    """The call of nvcc that makes PTX of CUDA text."""
+    return [str(toolchain.nvcc), *compile_flags(arch).nvcc, source, "-o", output]
 
 
 def ninja_binary() -> Path:

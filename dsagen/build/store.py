@@ -38,6 +38,7 @@ _LOG = logging.getLogger(__name__)
 _VERSION_FOLDER = f"v{SCHEMA_VERSION}"
 _LOCKS, _WORK, _FAILED = ".locks", ".work", ".failed"
 _ENTRY_NAME = re.compile(rf".+\.[0-9a-f]{{{NAME_HEX_DIGITS}}}")
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", re.ASCII)
 # nvcc writes its input's path into the PTX as it is, and ninja takes a line for a statement.
 _UNFIT_CHARACTERS = '"\\\n\r'
 _PACKAGE_FOLDERS = ("site-packages", "dist-packages")
@@ -159,6 +160,22 @@ class Store:
             if entry:
                 found[entry.name] = entry
         return [found[name] for name in sorted(found)]
+
+    def survey(self, root: Path) -> tuple[list[StoreEntry], dict[str, str], list[str]]:
+        """Of one root: whole entries, what is wrong with each broken one by name, and names of those set aside."""
+        whole, broken = [], {}
+        for folder in _entry_folders(root):
+            try:
+                entry = read_entry(folder)
+            except BrokenEntryError as problem:
+                broken[folder.name] = str(problem)
+                continue
+            whole += [entry] if entry else []
+        try:
+            names = sorted(path.name for path in patiently(partial(_listed, root / _VERSION_FOLDER)))
+        except OSError:
+            names = []
+        return whole, broken, [name for name in names if ".broken-" in name]
 
     def clear(self, pattern: str = "*") -> list[str]:
         """Remove from the writable root the entries, broken ones too, whose slug matches a shell pattern; their names.
@@ -343,6 +360,11 @@ def _entry_folders(root: Path, prefix: str = "") -> list[Path]:
         return []
     names = [name for name in listed if name.startswith(prefix) and _ENTRY_NAME.fullmatch(name)]
     return [base / name for name in sorted(names) if name.rpartition(".")[0] == prefix[:-1] or not prefix]
+
+
+def is_entry_name(name: str) -> bool:
+    """Whether a text is the name of an entry: a slug and digits, which leads to no other folder."""
+    return bool(_PLAIN_NAME.fullmatch(name) and _ENTRY_NAME.fullmatch(name))
 
 
 def _entry_name_of(path: Path) -> str:

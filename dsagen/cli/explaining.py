@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from dsagen.cli.completing import complete_specs
 from dsagen.cli.drawing import plan_lines
 from dsagen.cli.selection import Selection, arch_option, describe_spec, json_option, select
 from dsagen.cli.table import echo_json, echo_lines
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("spec", metavar="SPEC")
+@click.argument("spec", metavar="SPEC", shell_complete=complete_specs)
 @arch_option
 @click.option("--batch", type=click.IntRange(min=1), help="Explain a call of this many requests instead.")
 @click.option("--s-q", type=click.IntRange(min=1), default=1, show_default=True, help="Query tokens of a request.")
