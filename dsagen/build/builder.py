@@ -214,9 +214,9 @@ class _Session:
             CompileTask(unit, name, self.store.make_work_dir(name)) for unit in units for name in [self._name(unit)]
         ]
         self.jobs_used = job_count(len(tasks), self.jobs)
-        self.progress.begin(len(tasks), self.jobs_used)
         start = time.monotonic()
         try:
+            self.progress.begin(len(tasks), self.jobs_used)
             run_compiles(tasks, self.toolchain, self.jobs_used, self._finish, self.progress.look)
         finally:
             self.progress.end()

@@ -195,6 +195,7 @@ def _lines(result: Diagnosis) -> list[str]:
         "store", [[row["root"], writable[row["writable"]], f"{row['kernels']} kernels"] for row in result.store]
     )
     lines += _section("knobs", [[row["name"], row["value"] or _default_text(row["default"])] for row in result.knobs])
+    lines += _section("what they do", [[row["name"], row["type"], row["doc"]] for row in result.knobs])
     lines += _section("other variables that are read", [[name, text] for name, text in result.foreign.items()])
     lines += ["", "problems" if result.problems else "no problems"]
     return lines + [f"  {problem}" for problem in result.problems]

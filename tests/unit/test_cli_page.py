@@ -20,6 +20,7 @@ from dsagen.occupancy import resident_ctas, resources
 from dsagen.render import render
 from dsagen.spec import load_spec, shipped_specs
 
+
 class Checker(HTMLParser):
     """Tags that close what they opened, ids, links and whatever would be fetched."""
 
