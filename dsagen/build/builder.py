@@ -72,6 +72,9 @@ def build_units(
         if toolchain is None:
             raise ToolchainError(f"{_missing_text(missing)}, and nothing can compile. {problem}") from problem
         toolchain.require_host_compiler()
+        for line in toolchain.skipped:
+            _LOG.info("skipped %s", line)
+        _LOG.info("compiling with nvcc %s (%s, from %s)", toolchain.version, toolchain.nvcc, toolchain.origin)
         session = _Session(store, toolchain, progress or QuietProgress(), jobs, force, reasons)
         results |= session.build(missing)
     return [results[unit.slug] for unit in units]
@@ -214,6 +217,8 @@ class _Session:
             CompileTask(unit, name, self.store.make_work_dir(name)) for unit in units for name in [self._name(unit)]
         ]
         self.jobs_used = job_count(len(tasks), self.jobs)
+        for task in tasks:
+            _LOG.debug("%s: %s", task.name, compile_command(task.unit, task.name, self.toolchain))
         start = time.monotonic()
         try:
             self.progress.begin(len(tasks), self.jobs_used)

@@ -15,6 +15,8 @@ import hashlib
 import json
 import os
 import secrets
+import stat
+import struct
 import zipfile
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,8 +37,11 @@ MOST_FILE_BYTES = 1 << 30
 MOST_MANIFEST_BYTES = 16 << 20
 MOST_MEMBER_BYTES = 64 << 20
 MOST_MEMBERS = 20_000
+MOST_DIRECTORY_BYTES = 8 << 20
 
-_MAGIC = b"PK\x03\x04"
+_MAGIC, _END_MAGIC, _LOCATOR_MAGIC = b"PK\x03\x04", b"PK\x05\x06", b"PK\x06\x07"
+# The last record of a zip archive, and the place before it where a larger one would be announced.
+_END, _LOCATOR_BYTES = struct.Struct("<4s4H2LH"), 20
 _COMMENT = "dsagen bundle, manifest sha256 "
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 _PLAIN_FILE = 0o644 << 16
@@ -117,7 +122,7 @@ def write_bundle(
     An older bundle of that name is replaced in one step. StoreError when the file cannot be written, when there is
     another one of that name that is no bundle, and when an entry has changed since it was found.
     """
-    _require_free(path)
+    require_free(path)
     contents: dict[str, bytes] = {}
     listed: dict[str, dict[str, Any]] = {}
     rows = []
@@ -136,7 +141,8 @@ def write_bundle(
     return read_bundle(path)
 
 
-def _require_free(path: Path) -> None:
+def require_free(path: Path) -> None:
+    """StoreError where something lies that is no bundle, which none replaces."""
     try:
         taken = path.exists() and not is_bundle(path)
     except OSError as error:
@@ -183,9 +189,13 @@ def _write_archive(path: Path, manifest: bytes, contents: Mapping[str, bytes]) -
 def read_bundle(path: Path) -> Bundle:
     """The bundle in a file with every member verified; StoreError says what is wrong with it."""
     try:
-        size = path.stat().st_size
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # a pipe would be waited for, and a device has no end
+            raise StoreError(f"{path}: the bundle cannot be read (it is no file)")
+        size = status.st_size
         if size > MOST_FILE_BYTES:
             raise _broken(path, f"{size} bytes, at most {MOST_FILE_BYTES} are read")
+        _check_end(path, size)
         with zipfile.ZipFile(path) as archive:
             return _read_archive(path, size, archive)
     except OSError as error:
@@ -194,11 +204,26 @@ def read_bundle(path: Path) -> Bundle:
         raise _broken(path, f"{error}" or type(error).__name__) from None
 
 
+def _check_end(path: Path, size: int) -> None:
+    """Hold the archive's last record to what bundles have, before zipfile believes its counts."""
+    length = len(_COMMENT) + 2 * hashlib.sha256().digest_size
+    with path.open("rb") as file:
+        file.seek(max(0, size - _LOCATOR_BYTES - _END.size - length))
+        tail = file.read()
+    if len(tail) != _LOCATOR_BYTES + _END.size + length or tail.startswith(_LOCATOR_MAGIC):
+        raise _broken(path, "it does not end as a bundle does: a part is missing, or it is another kind of file")
+    magic, _, _, _, members, directory_bytes, _, comment_bytes = _END.unpack_from(tail, _LOCATOR_BYTES)
+    if magic != _END_MAGIC or comment_bytes != length or not tail[-length:].startswith(_COMMENT.encode()):
+        raise _broken(path, "it does not end as a bundle does: a part is missing, or it is another kind of file")
+    if members > MOST_MEMBERS or directory_bytes > MOST_DIRECTORY_BYTES:
+        raise _broken(path, f"{members} members, at most {MOST_MEMBERS} are read")
+
+
 def _read_archive(path: Path, size: int, archive: zipfile.ZipFile) -> Bundle:
     infos = _checked_infos(path, archive)
     text = _member(path, archive, infos[MANIFEST], MOST_MANIFEST_BYTES)
     if archive.comment.decode("ascii", "replace") != f"{_COMMENT}{_digest(text)}":
-        raise _broken(path, f"{MANIFEST} does not match its checksum, or another tool has packed it")
+        raise _broken(path, f"{MANIFEST} does not match its checksum")
     manifest = _object(path, MANIFEST, text)
     if manifest.get("format") != FORMAT_VERSION:
         raise _broken(
@@ -219,11 +244,8 @@ def _read_archive(path: Path, size: int, archive: zipfile.ZipFile) -> Bundle:
 
 def _checked_infos(path: Path, archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
     """The archive's members by name, each a name that a bundle has: no path leads anywhere."""
-    infos = archive.infolist()
-    if len(infos) > MOST_MEMBERS:
-        raise _broken(path, f"{len(infos)} members, at most {MOST_MEMBERS} are read")
     found: dict[str, zipfile.ZipInfo] = {}
-    for info in infos:
+    for info in archive.infolist():
         name = info.filename
         if not _is_member_path(name) or name in found:
             raise _broken(path, f"a member is named {name!r:.120}" + (" a second time" if name in found else ""))

@@ -46,8 +46,9 @@ def bundle(
     whenever it is read.
     """
     from dsagen.build import Store, build_units, make_progress
-    from dsagen.build.bundle import write_bundle
+    from dsagen.build.bundle import require_free, write_bundle
 
+    require_free(output)
     selections = select(specs, archs)
     units = render_units(selections)
     results = build_units(units, Store.open(), progress=make_progress(quiet or as_json), jobs=jobs)

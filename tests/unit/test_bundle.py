@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 import zipfile
 from collections.abc import Callable
@@ -278,7 +279,8 @@ def test_sizes_are_bounded_before_anything_is_unpacked(packed, tmp_path, monkeyp
     assert bomb.stat().st_size < 1 << 20
     with pytest.raises(StoreError, match=r"kernel\.cubin has 67108865 bytes, at most 67108864 are read"):
         read_bundle(bomb)
-    for limit, words in (("MOST_FILE_BYTES", "bytes, at most"), ("MOST_MEMBERS", "members, at most")):
+    limits = ("MOST_FILE_BYTES", "bytes, at most"), ("MOST_MEMBERS", "members, at"), ("MOST_DIRECTORY_BYTES", "members")
+    for limit, words in limits:
         monkeypatch.setattr(bundle_module, limit, 3)
         with pytest.raises(StoreError, match=words):
             read_bundle(packed)
@@ -345,8 +347,26 @@ def test_other_files_are_no_bundles(tmp_path, packed):
     with zipfile.ZipFile(buffer, "w") as archive:
         archive.writestr("readme.txt", "hello")
     (tmp_path / "other.zip").write_bytes(buffer.getvalue())
-    with pytest.raises(StoreError, match=r"a member is named 'readme\.txt'"):
+    with pytest.raises(StoreError, match="does not end as a bundle does"):
         read_bundle(tmp_path / "other.zip")
+
+
+def test_what_is_no_file_is_neither_waited_for_nor_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to("loop")
+    for path in (tmp_path / "pipe", tmp_path / "loop", Path("/dev/zero"), Path("/dev/null"), Path("/proc/self/mem")):
+        assert not is_bundle(path)
+        with pytest.raises(StoreError, match=r"cannot be read|does not end as a bundle"):
+            read_bundle(path)
+
+
+def test_a_larger_end_record_is_not_believed(packed, tmp_path):
+    """zipfile follows a zip64 locator before the end record, and whatever counts it leads to."""
+    content = packed.read_bytes()
+    end = content.rindex(b"PK\x05\x06")
+    (tmp_path / "zip64").write_bytes(content[:end] + b"PK\x06\x07" + bytes(16) + content[end:])
+    with pytest.raises(StoreError, match="does not end as a bundle does"):
+        read_bundle(tmp_path / "zip64")
 
 
 @given(st.text(max_size=60))
