@@ -65,17 +65,20 @@ class Knob(Generic[T]):
             _require_text(text)
             return self.parse(text.strip())
         except ValueError as error:
-            raise KnobError(
-                f"{name}={text!r}: {error}. Unset it to get the default ({self.describe_default()})."
-            ) from None
+            default = "" if self._has_no_default else f" to get the default ({self.describe_default()})"
+            raise KnobError(f"{name}={text!r}: {error}. Unset it{default}.") from None
 
     def is_set(self) -> bool:
         """True when the variable or one of its fallbacks holds a value."""
         return self.raw() is not None
 
+    @property
+    def _has_no_default(self) -> bool:
+        return self.default is None or self.default == ()
+
     def describe_default(self) -> str:
         """The default as text for messages and for the doctor's table."""
-        if self.default is None or self.default == ():
+        if self._has_no_default:
             return "not set"
         if isinstance(self.default, bool):
             return "1" if self.default else "0"
@@ -267,7 +270,7 @@ COMPILER_LAUNCHER: Knob[tuple[str, ...]] = Knob(
     "DSAGEN_COMPILER_LAUNCHER",
     "shell words",
     (),
-    "Command put before each call of nvcc, for example 'sccache' or 'ccache'; no part of a kernel's key.",
+    "Command put before each call of nvcc, such as 'sccache'; no part of a kernel's key.",
     _parse_flags,
 )
 LOG: Knob[str] = Knob(

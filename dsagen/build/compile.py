@@ -34,6 +34,12 @@ SOURCE, PTX, CUBIN, LOG = "kernel.cu", "kernel.ptx", "kernel.cubin", "build.log"
 _STOP_TIMEOUT_S = 5.0
 # How often running compiles are looked at.
 _TICK_S = 0.1
+_TOOLKIT_PATH = r'/\.file/s|"/.*/include/|"include/|'
+# "_ZN<length>_INTERNAL_" and eight digits, in the bytes of a debug string.
+_MODULE_HASH = (
+    r"s/^\(\.b8 95,90,78,[0-9]*,[0-9]*,95,73,78,84,69,82,78,65,76,95\)\(,[0-9]*\)\{8\}/"
+    r"\1,48,48,48,48,48,48,48,48/"
+)
 _SCRIPT, _STARTED, _STATUS = "compile.sh", "started", "status"
 
 
@@ -67,12 +73,14 @@ class CompileOutcome:
 def compile_command(unit: Unit, name: str, toolchain: Toolchain) -> str:
     """The shell command that makes kernel.ptx and kernel.cubin from the kernel.cu of the current folder.
 
-    nvcc writes the absolute path of its input into the PTX's line table; the sed step puts the entry's name there, so
-    that equal inputs give equal bytes wherever they are compiled.
+    nvcc writes absolute paths into the PTX's line table, and a hash of one into names in its debug strings; the sed
+    step puts the entry's name, paths below the toolkit and zeros there, so that equal inputs give equal bytes wherever
+    they are compiled, by whatever copy of the toolkit.
     """
     flags = compile_flags(unit.arch)
     to_ptx = shlex.join([*knobs.COMPILER_LAUNCHER.get(), *ptx_arguments(unit.arch, toolchain, SOURCE, PTX)])
-    rename = shlex.join(["sed", "-i", rf'/\.file/s|"/.*/{SOURCE}"|"{name}/{SOURCE}"|', PTX])
+    own_path = rf'/\.file/s|"/.*/{SOURCE}"|"{name}/{SOURCE}"|'
+    rename = shlex.join(["sed", "-i", "-e", own_path, "-e", _TOOLKIT_PATH, "-e", _MODULE_HASH, PTX])
     to_cubin = shlex.join([str(toolchain.ptxas), *flags.ptxas, PTX, "-o", CUBIN])
     return f"{to_ptx} && {rename} && {to_cubin}"
 

@@ -115,7 +115,7 @@ def read_stamp(folder: Path) -> tuple[EntryStamp, dict[str, str]] | None:
     """
     try:
         text = _read_bytes(folder / MARKER)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         if not _is_folder(folder):
             return None
         raise BrokenEntryError(f"{MARKER} is missing") from None

@@ -12,7 +12,7 @@ import pytest
 from fake_toolchain import FakeUnit, compiles, install_kit
 
 from dsagen import knobs
-from dsagen.build import Store, build_units
+from dsagen.build import Store, build_units, find_toolchain
 from dsagen.build.key import source_key
 from dsagen.errors import KnobError, StoreError
 from dsagen.matrix import expand
@@ -132,6 +132,16 @@ def test_an_unwritable_home_still_hits_and_a_miss_names_the_variable(monkeypatch
     assert build().entry == entry
     with pytest.raises(StoreError, match=rf"{home}.* Set DSAGEN_CACHE_DIR"):
         build(FakeUnit(slug="fake.sm90a.other"))
+
+
+def test_a_root_that_is_a_file_has_no_entries_and_no_broken_ones(monkeypatch, tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("DSAGEN_CACHE_DIR", str(tmp_path / "file"))
+    assert Store.open().lookup(UNIT, find_toolchain()) is None
+    assert Store.open().entries() == []
+    assert caplog.text == ""
+    with pytest.raises(StoreError, match=r"can be written: .*file \(Not a directory\)"):
+        build()
 
 
 # ---- an entry that is replaced between its look-up and its reading
