@@ -205,6 +205,7 @@ class _Session:
 
     def _wait_for(self, unit: Unit) -> None:
         name = self._name(unit)
+        _LOG.info("waiting for another process that builds %s", name)
         self.progress.wait(name)
         with self.store.lock(name):
             pass

@@ -2,7 +2,7 @@
 
     <root>/v1/<slug>.<12 hex>/   a committed entry (see entry.py); the digits are of source, flags and compiler version
     <root>/v1/.locks/            one lock file per entry; the lock is the kernel's, so it dies with its holder
-    <root>/v1/.work/             private folders of builds in progress, and what killed builds left
+    <root>/v1/.work/             private folders of builds in progress, <entry>.<boot>-<random>, also of killed ones
     <root>/v1/.failed/           source and log of kernels that did not compile, for their reader
 
 Several roots are searched in order; the first that can be written is written. With a toolchain at hand, an entry of
@@ -14,14 +14,16 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import fnmatch
+import hashlib
 import logging
 import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -41,6 +43,7 @@ _ENTRY_NAME = re.compile(rf".+\.[0-9a-f]{{{NAME_HEX_DIGITS}}}")
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", re.ASCII)
 # nvcc writes its input's path into the PTX as it is, and ninja takes a line for a statement.
 _UNFIT_CHARACTERS = '"\\\n\r'
+_DAY_S = 24 * 3600
 _PACKAGE_FOLDERS = ("site-packages", "dist-packages")
 
 
@@ -231,7 +234,7 @@ class Store:
     def make_work_dir(self, name: str) -> Path:
         """A fresh private folder for building `name`; its lock must be held."""
         folder = self.writable_root() / _VERSION_FOLDER / _WORK
-        return Path(patiently(lambda: tempfile.mkdtemp(prefix=f"{name}.", dir=folder)))
+        return Path(patiently(lambda: tempfile.mkdtemp(prefix=f"{name}.{boot_mark()}-", dir=folder)))
 
     def sweep_abandoned(self) -> None:
         """Remove what builds have left that died, of any entry: those whose lock nobody holds any more."""
@@ -247,10 +250,14 @@ class Store:
                         lock.release()
 
     def sweep(self, name: str) -> None:
-        """Remove what killed builds of `name` left; its lock must be held."""
+        """Remove what killed builds of `name` left; its lock must be held.
+
+        On a network file system a lock may reach no further than this machine, so what another one has made, or this
+        one before it was started anew, is left alone for a day.
+        """
         folder = self.writable_root() / _VERSION_FOLDER / _WORK
         for path in patiently(partial(_listed, folder)):
-            if path.name.startswith(f"{name}."):
+            if path.name.startswith(f"{name}.") and (f".{boot_mark()}-" in path.name or _is_older_than_a_day(path)):
                 shutil.rmtree(path, ignore_errors=True)
 
     def publish(self, folder: Path, stamp: EntryStamp, texts: Mapping[str, Any]) -> StoreEntry:
@@ -323,6 +330,23 @@ class Store:
         patiently(lambda: folder.rename(grave / "old"))
         # A network file system may hold a file that is open elsewhere; the next build's sweep removes the rest.
         shutil.rmtree(grave, ignore_errors=True)
+
+
+@cache
+def boot_mark() -> str:
+    """Digits that are the same for all processes among which a lock surely holds: those of one running kernel."""
+    try:
+        text = Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        text = ""
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def _is_older_than_a_day(path: Path) -> bool:
+    try:
+        return path.stat().st_mtime < time.time() - _DAY_S
+    except OSError:
+        return False
 
 
 def _prepare_root(root: Path) -> str | None:

@@ -166,6 +166,7 @@ def _cover(specs: Sequence[str], archs: Sequence[str], quiet: bool, as_json: boo
     from dsagen.build import Store, build_units, make_progress
     from dsagen.emulator import coverage
     from dsagen.render import render
+    from dsagen.runtime.emulated import code_of
 
     plans: dict[str, KernelPlan] = {}
     for selection in select(specs, archs) if specs else _everything(archs):
@@ -177,7 +178,7 @@ def _cover(specs: Sequence[str], archs: Sequence[str], quiet: bool, as_json: boo
     for result in results:
         entry = result.entry
         kernels[entry.arch] = kernels.get(entry.arch, 0) + 1
-        for opcode, count in coverage(entry.ptx_path.read_text()).items():
+        for opcode, count in coverage(code_of(entry).ptx).items():
             of_arch = missing.setdefault(entry.arch, {})
             of_arch[opcode] = of_arch.get(opcode, 0) + count
     if as_json:
