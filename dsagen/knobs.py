@@ -65,17 +65,20 @@ class Knob(Generic[T]):
             _require_text(text)
             return self.parse(text.strip())
         except ValueError as error:
-            raise KnobError(
-                f"{name}={text!r}: {error}. Unset it to get the default ({self.describe_default()})."
-            ) from None
+            default = "" if self._has_no_default else f" to get the default ({self.describe_default()})"
+            raise KnobError(f"{name}={text!r}: {error}. Unset it{default}.") from None
 
     def is_set(self) -> bool:
         """True when the variable or one of its fallbacks holds a value."""
         return self.raw() is not None
 
+    @property
+    def _has_no_default(self) -> bool:
+        return self.default is None or self.default == ()
+
     def describe_default(self) -> str:
         """The default as text for messages and for the doctor's table."""
-        if self.default is None or self.default == ():
+        if self._has_no_default:
             return "not set"
         if isinstance(self.default, bool):
             return "1" if self.default else "0"
@@ -258,9 +261,17 @@ EXTRA_NVCC_FLAGS: Knob[tuple[str, ...]] = Knob(
     "DSAGEN_EXTRA_NVCC_FLAGS",
     "shell words",
     (),
-    "Flags added to every compile, after dsagen's own (-Xptxas options go to the ptxas step); part of a kernel's key.",
+    "Flags added to every compile, after dsagen's own (-Xptxas options go to the ptxas step); part of a kernel's key. "
+    "Those that change rounding, read other files or ask for other outputs are refused.",
     _parse_flags,
     in_key=True,
+)
+COMPILER_LAUNCHER: Knob[tuple[str, ...]] = Knob(
+    "DSAGEN_COMPILER_LAUNCHER",
+    "shell words",
+    (),
+    "Command put before each call of nvcc, such as 'sccache'; no part of a kernel's key.",
+    _parse_flags,
 )
 LOG: Knob[str] = Knob(
     "DSAGEN_LOG",
@@ -334,6 +345,7 @@ _KNOBS: tuple[Knob[Any], ...] = (
     JOB_MEM_GB,
     NVCC,
     EXTRA_NVCC_FLAGS,
+    COMPILER_LAUNCHER,
     LOG,
     LOG_DEST,
     DEBUG_SYNC,
@@ -354,12 +366,25 @@ FOREIGN_VARIABLES: Mapping[str, str] = {
     "NVCC_APPEND_FLAGS": "flags that nvcc reads by itself; part of a kernel's key",
     "NVCC_CCBIN": "host compiler that nvcc takes by itself; part of a kernel's key",
     "CPATH": "include path that the host preprocessor reads by itself; part of a kernel's key",
+    "CPLUS_INCLUDE_PATH": "include path that the host preprocessor reads by itself; part of a kernel's key",
     "XDG_CACHE_HOME": "parent of the default kernel store",
     "HOME": "home folder, parent of ~/.cache/dsagen",
     "CUDA_VISIBLE_DEVICES": "devices that the driver shows; printed by the doctor",
     "LD_LIBRARY_PATH": "where the driver library may be found; printed by the doctor",
 }
-CODE_CHANGING_VARIABLES = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN", "CPATH")
+CODE_CHANGING_VARIABLES = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN", "CPATH", "CPLUS_INCLUDE_PATH")
+# Names that nvcc.profile appends to, and files that gcc would write: what a shell happens to export under them is kept
+# from the compilers. LANGUAGE would translate the messages that are looked for.
+KEPT_FROM_COMPILERS = (
+    "INCLUDES",
+    "SYSTEM_INCLUDES",
+    "LIBRARIES",
+    "CUDAFE_FLAGS",
+    "PTXAS_FLAGS",
+    "DEPENDENCIES_OUTPUT",
+    "SUNPRO_DEPENDENCIES",
+    "LANGUAGE",
+)
 
 
 def all_knobs() -> tuple[Knob[Any], ...]:
@@ -406,12 +431,24 @@ def default_cache_dir() -> Path:
     # The XDG rule: a relative value is invalid and to be ignored.
     if xdg is not None and Path(xdg).is_absolute():
         return Path(xdg) / "dsagen"
+    advice = "set DSAGEN_CACHE_DIR to a folder for compiled kernels"
+    if os.environ.get("HOME") == "":  # which expanduser takes for the root folder
+        raise KnobError(f"HOME='': names no home folder: {advice}")
     try:
-        return Path.home() / ".cache" / "dsagen"
+        home = Path.home()
     except RuntimeError as error:
-        raise KnobError(f"no home folder ({error}): set DSAGEN_CACHE_DIR to a folder for compiled kernels") from None
+        raise KnobError(f"no home folder ({error}): {advice}") from None
+    if not home.is_absolute():
+        raise KnobError(f"HOME={str(home)!r}: is no absolute path, so it changes with the current folder: {advice}")
+    return home / ".cache" / "dsagen"
 
 
 def child_environment(**changes: str) -> dict[str, str]:
     """A copy of the whole environment for a child process, with `changes` applied."""
     return {**os.environ, **changes}
+
+
+def compiler_environment(**changes: str) -> dict[str, str]:
+    """As `child_environment`, for a compile: without what would change its output unseen, messages in English."""
+    kept = {name: text for name, text in os.environ.items() if name not in KEPT_FROM_COMPILERS}
+    return {**kept, "LC_ALL": "C", **changes}

@@ -67,6 +67,16 @@ def read_header(name: str) -> str:
         raise DsagenError(f"template {name!r} cannot be read: {error}") from None
 
 
+def leading_comment(name: str) -> list[str]:
+    """The comment that a header begins with, without its slashes: of a kernel's body, its roles and barriers drawn."""
+    lines = []
+    for line in read_header(name).splitlines():
+        if not line.startswith("//"):
+            break
+        lines.append(line.removeprefix("//").removeprefix(" ").rstrip())
+    return lines
+
+
 def inline_headers(text: str, read: Callable[[str], str] = read_header) -> str:
     """Replace each `#include "name"` by the named header, once, at its first place; `#pragma once` lines go."""
     seen: set[str] = set()

@@ -11,10 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from dsagen.arch import ARCHS
 from dsagen.build.compile import LOG, CompileOutcome, CompileTask, compile_command, run_compiles
 from dsagen.build.entry import PLAN, REPORT, VARIANT, BrokenEntryError, EntryStamp, StoreEntry
 from dsagen.build.jobs import job_count
 from dsagen.build.key import entry_key, entry_name, source_key
+from dsagen.build.patience import patiently
 from dsagen.build.progress import BuildProgress, QuietProgress
 from dsagen.build.report import first_error, hint, parse_report, refusal
 from dsagen.build.store import EntryLock, Store
@@ -41,14 +43,15 @@ class BuildResult:
 def build_units(
     units: Sequence[Unit],
     store: Store,
-    toolchain_finder: Callable[[], Toolchain] = find_toolchain,
+    toolchain_finder: Callable[[], Toolchain] | None = None,
     progress: BuildProgress | None = None,
     jobs: int | None = None,
     force: bool = False,
 ) -> list[BuildResult]:
     """The store entry of every unit, in order, compiling those that are missing (all of them when `force`).
 
-    Hits need no toolchain and no writable store. `jobs` overrides the count from cores, memory and DSAGEN_MAX_JOBS.
+    Hits need no toolchain and no writable store. The toolchain is the first that is new enough for every unit's arch,
+    unless a finder is given. `jobs` overrides the count from cores, memory and DSAGEN_MAX_JOBS.
     Raises StoreError or ToolchainError when something must be compiled and cannot be, BuildError when a kernel fails;
     the kernels that did compile are then in the store.
     """
@@ -56,8 +59,8 @@ def build_units(
     for unit in units:
         if unique[unit.slug].text != unit.text or unique[unit.slug].arch != unit.arch:
             raise BuildError(f"two different kernels share the slug {unit.slug}")
-    toolchain, problem = _try_toolchain(toolchain_finder)
-    results, missing = _split_hits(unique, store, toolchain, force)
+    toolchain, problem = _try_toolchain(toolchain_finder or (lambda: find_toolchain(_minimums(units))))
+    results, missing, reasons = _split_hits(unique, store, toolchain, force)
     if problem is not None and not missing:
         # Nothing had to be compiled, so the hits stand; yet what is wrong with the toolchain is worth a line.
         _LOG.info("%s", problem)
@@ -69,7 +72,10 @@ def build_units(
         if toolchain is None:
             raise ToolchainError(f"{_missing_text(missing)}, and nothing can compile. {problem}") from problem
         toolchain.require_host_compiler()
-        session = _Session(store, toolchain, progress or QuietProgress(), jobs, force)
+        for line in toolchain.skipped:
+            _LOG.info("skipped %s", line)
+        _LOG.info("compiling with nvcc %s (%s, from %s)", toolchain.version, toolchain.nvcc, toolchain.origin)
+        session = _Session(store, toolchain, progress or QuietProgress(), jobs, force, reasons)
         results |= session.build(missing)
     return [results[unit.slug] for unit in units]
 
@@ -89,6 +95,11 @@ def write_generated(units: Sequence[Unit], out_dir: Path) -> list[Path]:
     return paths
 
 
+def _minimums(units: Sequence[Unit]) -> dict[str, tuple[int, int]]:
+    """The least CUDA release of each arch that the units are for."""
+    return {unit.arch: ARCHS[unit.arch].min_cuda for unit in units if unit.arch in ARCHS}
+
+
 def _try_toolchain(finder: Callable[[], Toolchain]) -> tuple[Toolchain | None, ToolchainError | None]:
     try:
         return finder(), None
@@ -98,9 +109,11 @@ def _try_toolchain(finder: Callable[[], Toolchain]) -> tuple[Toolchain | None, T
 
 def _split_hits(
     unique: dict[str, Unit], store: Store, toolchain: Toolchain | None, force: bool
-) -> tuple[dict[str, BuildResult], list[Unit]]:
+) -> tuple[dict[str, BuildResult], list[Unit], dict[str, str]]:
+    """(results of the hits, what has to be compiled, why by slug)."""
     results = {}
     missing = []
+    reasons = {}
     for slug, unit in unique.items():
         found = store.examine(unit, toolchain)
         if found.entry is not None and not force:
@@ -108,8 +121,17 @@ def _split_hits(
             _LOG.debug("%s: found in %s", slug, found.entry.path.parent.parent)
         else:
             missing.append(unit)
-            _LOG.info("%s: to compile (%s)", slug, "forced" if force else found.reason)
-    return results, missing
+            reasons[slug] = "forced" if force else found.reason
+            _LOG.debug("%s: to compile (%s)", slug, reasons[slug])
+    return results, missing, reasons
+
+
+def _text_of(path: Path) -> str:
+    """A log's text; none where the compile has left none."""
+    try:
+        return path.read_text(errors="replace")
+    except FileNotFoundError:
+        return ""
 
 
 def _missing_text(missing: Sequence[Unit]) -> str:
@@ -126,6 +148,7 @@ class _Session:
     progress: BuildProgress
     jobs: int | None
     force: bool
+    reasons: dict[str, str]
     locks: dict[str, EntryLock] = field(default_factory=dict)
     results: dict[str, BuildResult] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
@@ -139,6 +162,7 @@ class _Session:
         """
         total = len(missing)
         try:
+            self.store.sweep_abandoned()
             while missing:
                 mine, others = self._claim(missing)
                 if mine:
@@ -181,6 +205,7 @@ class _Session:
 
     def _wait_for(self, unit: Unit) -> None:
         name = self._name(unit)
+        _LOG.info("waiting for another process that builds %s", name)
         self.progress.wait(name)
         with self.store.lock(name):
             pass
@@ -193,10 +218,12 @@ class _Session:
             CompileTask(unit, name, self.store.make_work_dir(name)) for unit in units for name in [self._name(unit)]
         ]
         self.jobs_used = job_count(len(tasks), self.jobs)
-        self.progress.begin(len(tasks), self.jobs_used)
+        for task in tasks:
+            _LOG.debug("%s: %s", task.name, compile_command(task.unit, task.name, self.toolchain))
         start = time.monotonic()
         try:
-            run_compiles(tasks, self.toolchain, self.jobs_used, self._finish)
+            self.progress.begin(len(tasks), self.jobs_used)
+            run_compiles(tasks, self.toolchain, self.jobs_used, self._finish, self.progress.look)
         finally:
             self.progress.end()
             for task in tasks:
@@ -209,13 +236,13 @@ class _Session:
         failure = self._publish(outcome)
         if failure is not None:
             self.failures.append(failure)
-        self.progress.finish(task.name, outcome.seconds, failure)
+        self.progress.finish(task.name, outcome.seconds, failure, outcome.memory_bytes)
         self._unlock(task.name)
 
     def _publish(self, outcome: CompileOutcome) -> str | None:
         task = outcome.task
         log_path = task.entry_dir / LOG
-        log = log_path.read_text(errors="replace") if log_path.exists() else ""
+        log = patiently(lambda: _text_of(log_path))
         if outcome.exit_code != 0:
             return self._failure_text(outcome, first_error(log), log)
         report = parse_report(log, task.unit.symbol)
@@ -227,6 +254,7 @@ class _Session:
         figures = {
             **asdict(report),
             "seconds": round(outcome.seconds, 3),
+            "memory_bytes": outcome.memory_bytes,
             "command": compile_command(task.unit, task.name, self.toolchain),
             "nvcc_version": self.toolchain.version,
         }
@@ -236,7 +264,8 @@ class _Session:
         except BrokenEntryError as problem:
             return self._failure_text(outcome, str(problem), log)
         self.results[task.unit.slug] = BuildResult(entry, False, outcome.seconds)
-        _LOG.info("%s: compiled in %.2f s, %d registers", task.name, outcome.seconds, report.registers)
+        reason = self.reasons[task.unit.slug]
+        _LOG.info("compiled %s in %.2f s, %d registers (%s)", task.name, outcome.seconds, report.registers, reason)
         return None
 
     def _stamp(self, task: CompileTask) -> EntryStamp:

@@ -19,6 +19,7 @@ from typing import Any
 
 from dsagen.build.compile import CUBIN, LOG, PTX, SOURCE
 from dsagen.build.key import SCHEMA_VERSION
+from dsagen.build.patience import patiently
 
 VARIANT, PLAN, REPORT, MARKER = "variant.json", "plan.json", "report.json", "committed.json"
 MEMBERS = (VARIANT, PLAN, SOURCE, PTX, CUBIN, LOG, REPORT)
@@ -45,13 +46,17 @@ class EntryStamp:
 
 @dataclass(frozen=True)
 class StoreEntry:
-    """A committed kernel on disk. `report` holds the figures of ptxas, the commands, and the seconds they took."""
+    """A committed kernel on disk. `report` holds the figures of ptxas, the commands, and the seconds they took.
+
+    `checksums` are those of the members, sha256 in hex by name.
+    """
 
     path: Path
     stamp: EntryStamp
     variant: Mapping[str, Any]
     plan: Mapping[str, Any]
     report: Mapping[str, Any]
+    checksums: Mapping[str, str]
 
     @property
     def name(self) -> str:
@@ -98,6 +103,10 @@ class StoreEntry:
         """What the compilers printed."""
         return self.path / LOG
 
+    def read(self, member: str) -> bytes:
+        """A member's content, of this very entry: BrokenEntryError where it has changed or gone since it was found."""
+        return _verified(self.path, member, self.checksums[member])
+
 
 def read_stamp(folder: Path) -> tuple[EntryStamp, dict[str, str]] | None:
     """(stamp, sha256 by member) from a folder's marker; None where there is no folder.
@@ -106,8 +115,8 @@ def read_stamp(folder: Path) -> tuple[EntryStamp, dict[str, str]] | None:
     """
     try:
         text = _read_bytes(folder / MARKER)
-    except FileNotFoundError:
-        if not folder.is_dir():
+    except (FileNotFoundError, NotADirectoryError):
+        if not _is_folder(folder):
             return None
         raise BrokenEntryError(f"{MARKER} is missing") from None
     except OSError as error:
@@ -131,21 +140,25 @@ def read_entry(folder: Path) -> StoreEntry | None:
     if found is None:
         return None
     stamp, checksums = found
-    content = {}
-    for member in MEMBERS:
-        try:
-            content[member] = _read_bytes(folder / member)
-        except OSError as error:
-            raise BrokenEntryError(f"{member} cannot be read ({error.strerror})") from None
-        if hashlib.sha256(content[member]).hexdigest() != checksums[member]:
-            raise BrokenEntryError(f"{member} ({len(content[member])} bytes) does not match its checksum")
+    content = {member: _verified(folder, member, checksums[member]) for member in MEMBERS}
     return StoreEntry(
         path=folder,
         stamp=stamp,
         variant=_mapping(VARIANT, content[VARIANT]),
         plan=_mapping(PLAN, content[PLAN]),
         report=_mapping(REPORT, content[REPORT]),
+        checksums=checksums,
     )
+
+
+def _verified(folder: Path, member: str, checksum: str) -> bytes:
+    try:
+        content = _read_bytes(folder / member)
+    except OSError as error:
+        raise BrokenEntryError(f"{member} cannot be read ({error.strerror})") from None
+    if hashlib.sha256(content).hexdigest() != checksum:
+        raise BrokenEntryError(f"{member} ({len(content)} bytes) does not match its checksum")
+    return content
 
 
 def _mapping(member: str, text: bytes) -> dict[str, Any]:
@@ -166,11 +179,11 @@ def commit_entry(folder: Path, stamp: EntryStamp, texts: Mapping[str, Any]) -> N
     last. Raises BrokenEntryError when a member is missing or empty, or the cubin is no ELF file.
     """
     for member, value in texts.items():
-        (folder / member).write_text(json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n")
+        _write_text(folder / member, json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n")
     checksums = {}
     for member in MEMBERS:
         try:
-            content = (folder / member).read_bytes()
+            content = _read_bytes(folder / member)
         except FileNotFoundError:
             raise BrokenEntryError(f"the compile left no {member}") from None
         if not content or (member == CUBIN and not content.startswith(_ELF_MAGIC)):
@@ -178,13 +191,21 @@ def commit_entry(folder: Path, stamp: EntryStamp, texts: Mapping[str, Any]) -> N
         checksums[member] = hashlib.sha256(content).hexdigest()
         flush(folder / member)
     marker = folder / MARKER
-    marker.write_text(json.dumps({**asdict(stamp), "members": checksums}, indent=1) + "\n")
+    _write_text(marker, json.dumps({**asdict(stamp), "members": checksums}, indent=1) + "\n")
     flush(marker)
     flush(folder)
 
 
+def _write_text(path: Path, text: str) -> None:
+    patiently(lambda: path.write_text(text))
+
+
 def flush(path: Path) -> None:
     """Force a file or a folder to disk; a file system that cannot flush folders is let be."""
+    patiently(lambda: _flush_once(path))
+
+
+def _flush_once(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError) if path.is_dir() else contextlib.nullcontext():
@@ -195,12 +216,18 @@ def flush(path: Path) -> None:
 
 def _read_bytes(path: Path) -> bytes:
     """The file's content; a stale network handle is opened once more, since the second look-up finds the new file."""
+    return patiently(lambda: _read_file(path))
+
+
+def _is_folder(path: Path) -> bool:
     try:
-        mode = path.stat().st_mode
-        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-            raise OSError(errno.EINVAL, "neither a file nor a folder", str(path))  # opening a pipe would wait
-        return path.read_bytes()
-    except OSError as error:
-        if error.errno != errno.ESTALE:
-            raise
-        return path.read_bytes()
+        return patiently(path.is_dir)
+    except OSError:  # it cannot be looked at, so there is no entry to be had
+        return False
+
+
+def _read_file(path: Path) -> bytes:
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise OSError(errno.EINVAL, "neither a file nor a folder", str(path))  # opening a pipe would wait
+    return path.read_bytes()

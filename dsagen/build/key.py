@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsagen import knobs
+from dsagen.build.flags import require_faithful_flags, split_extra
 from dsagen.build.unit import Unit
 
 # Raised when the meaning of an entry changes; it is part of every key and names the folder below the store's root.
@@ -24,28 +25,15 @@ class CompileFlags:
 
 
 def compile_flags(arch: str) -> CompileFlags:
-    """The flags for one arch such as "sm_90a", DSAGEN_EXTRA_NVCC_FLAGS included."""
+    """The flags for one arch such as "sm_90a", DSAGEN_EXTRA_NVCC_FLAGS included; KnobError for a refused one."""
     number = arch.removeprefix("sm_")
-    nvcc_extra, ptxas_extra = _split_extra(knobs.EXTRA_NVCC_FLAGS.get())
+    require_faithful_flags()
+    nvcc_extra, ptxas_extra = split_extra(knobs.EXTRA_NVCC_FLAGS.get())
     return CompileFlags(
         nvcc=("-std=c++17", "-ptx", f"-gencode=arch=compute_{number},code=sm_{number}", "-lineinfo", *nvcc_extra),
         # -v prints the figures that the report is read from; the two warnings name the function at fault.
         ptxas=(f"-arch={arch}", "-m64", "-v", "-warn-spills", "-warn-lmem-usage", "--generate-line-info", *ptxas_extra),
     )
-
-
-def _split_extra(flags: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Flags for nvcc, and what -Xptxas wraps: nvcc stops at PTX here and would drop those."""
-    for_nvcc: list[str] = []
-    for_ptxas: list[str] = []
-    words = iter(flags)
-    for word in words:
-        name, equals, value = word.partition("=")
-        if name not in ("-Xptxas", "--ptxas-options"):
-            for_nvcc.append(word)
-        else:
-            for_ptxas += (value if equals else next(words, "")).split(",")
-    return tuple(for_nvcc), tuple(word for word in for_ptxas if word)
 
 
 def canonical_json(value: Any) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dsagen import knobs
-from dsagen.errors import ToolchainError
+from dsagen.errors import KnobError, ToolchainError
 
 MINIMUM_CUDA = (12, 8)
 DEFAULT_TOOLKIT = Path("/usr/local/cuda")
@@ -50,7 +50,13 @@ class Toolchain:
         return release_of(self.version)
 
     def require_host_compiler(self) -> None:
-        """Raises ToolchainError when the C++ compiler that nvcc calls to preprocess is missing."""
+        """Raises ToolchainError when the C++ compiler that nvcc calls is missing, KnobError when a launcher is."""
+        launcher = knobs.COMPILER_LAUNCHER.get()
+        if launcher and shutil.which(launcher[0], path=knobs.foreign("PATH")) is None:
+            raise KnobError(
+                f"{knobs.COMPILER_LAUNCHER.name}={launcher[0]!r}: no program of that name that can be run: correct or "
+                "unset it"
+            )
         words = (*knobs.EXTRA_NVCC_FLAGS.get(), *(knobs.foreign("NVCC_PREPEND_FLAGS") or "").split())
         words += tuple((knobs.foreign("NVCC_APPEND_FLAGS") or "").split())
         # With a compiler named to nvcc, nvcc itself says best what is wrong with it.

@@ -14,12 +14,23 @@ from importlib import metadata
 
 import click
 
-from dsagen.cli import INTERRUPTED, building, doctor, emulating, explaining, listing, proving
+from dsagen.cli import (
+    INTERRUPTED,
+    building,
+    completing,
+    doctor,
+    emulating,
+    explaining,
+    listing,
+    packing,
+    proving,
+    storing,
+)
 from dsagen.errors import DsagenError, SpecError
 from dsagen.log import configure_logging
 
 EXIT_CODES = """Exit codes: 0 success, 2 bad input, 3 failed build, 4 failed check, 5 no usable device,
-130 interrupted, 1 anything else."""
+130 interrupted, 143 and 129 ended by SIGTERM and SIGHUP, 1 anything else."""
 
 
 class _Commands(click.Group):
@@ -75,6 +86,11 @@ for _command in (
     proving.check,
     emulating.emulate,
     proving.bench,
+    packing.bundle,
+    packing.verify,
+    storing.clear,
+    building.compile_commands,
+    completing.completion,
     doctor.doctor,
 ):
     cli.add_command(_command)

@@ -1,9 +1,11 @@
-"""`dsagen build` and `dsagen render`."""
+"""`dsagen build`, `dsagen render` and `dsagen compile-commands`."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,7 @@ from dsagen.cli.selection import (
     arch_option,
     json_option,
     matrix_lines,
+    quiet_option,
     render_units,
     select,
     specs_argument,
@@ -33,7 +36,7 @@ _OUT_HELP = "Folder that gets generated/<arch>/<slug>.cu.  [default: the current
 @click.option("--out", type=click.Path(path_type=Path), default=Path(), help=_OUT_HELP)
 @click.option("--jobs", type=click.IntRange(min=1), help="Most compiles at once.  [default: by cores and memory]")
 @click.option("--force", is_flag=True, help="Compile also what is in the store.")
-@click.option("--quiet", is_flag=True, help="Print nothing but errors.")
+@quiet_option
 @json_option
 def build(
     specs: tuple[str, ...],
@@ -56,9 +59,8 @@ def build(
         echo_lines(matrix_lines(selections))
     units = render_units(selections)
     _write(units, out)
-    results = build_units(
-        units, Store.open(), _toolchain_for(units), make_progress(quiet or as_json), jobs=jobs, force=force
-    )
+    progress = make_progress(quiet or as_json)
+    results = build_units(units, Store.open(), progress=progress, jobs=jobs, force=force)
     seconds = time.monotonic() - start
     if as_json:
         echo_json({"kernels": [_result_json(result) for result in results], "seconds": round(seconds, 3)})
@@ -70,8 +72,9 @@ def build(
 @specs_argument()
 @arch_option
 @click.option("--out", type=click.Path(path_type=Path), default=Path(), help=_OUT_HELP)
+@quiet_option
 @json_option
-def render(specs: tuple[str, ...], archs: tuple[str, ...], out: Path, as_json: bool) -> None:
+def render(specs: tuple[str, ...], archs: tuple[str, ...], out: Path, quiet: bool, as_json: bool) -> None:
     """Write the complete CUDA text of every kernel of the SPECs, without compiling it."""
     units = render_units(select(specs, archs))
     paths = _write(units, out)
@@ -81,30 +84,67 @@ def render(specs: tuple[str, ...], archs: tuple[str, ...], out: Path, as_json: b
             for unit, path in zip(units, paths, strict=True)
         ]
         echo_json({"files": files})
-    else:
+    elif not quiet:
         echo_lines(str(path) for path in paths)
+
+
+@click.command("compile-commands")
+@specs_argument()
+@arch_option
+@click.option("--out", type=click.Path(path_type=Path), default=Path(), help=_OUT_HELP)
+@quiet_option
+@json_option
+def compile_commands(specs: tuple[str, ...], archs: tuple[str, ...], out: Path, quiet: bool, as_json: bool) -> None:
+    """Write the CUDA text of every kernel of the SPECs, and compile_commands.json beside it for editors and clangd.
+
+    Each command is the first step of a build, from the text to PTX. Needs nvcc, and runs nothing.
+    """
+    from dsagen.build import find_toolchain
+    from dsagen.build.compile import ptx_arguments
+
+    units = render_units(select(specs, archs))
+    toolchain = find_toolchain()
+    folder = out.absolute()
+    rows = []
+    for unit, path in zip(units, _write(units, out), strict=True):
+        name = str(path.absolute().relative_to(folder))
+        output = str(Path(name).with_suffix(".ptx"))
+        arguments = ptx_arguments(unit.arch, toolchain, name, output)
+        rows.append({"directory": str(folder), "file": name, "arguments": arguments, "output": output})
+    database = out / "generated" / "compile_commands.json"
+    _replace_text(database, json.dumps(rows, indent=1) + "\n")
+    if as_json:
+        echo_json({"path": str(database), "commands": rows})
+    elif not quiet:
+        echo_lines([str(database)])
 
 
 def _write(units: Sequence[Unit], out: Path) -> list[Path]:
     from dsagen.build import write_generated
 
-    try:
+    with _told_as_output(out):
         return write_generated(units, out)
+
+
+def _replace_text(path: Path, text: str) -> None:
+    """Write a file, in one step for those who read it meanwhile."""
+    with _told_as_output(path.parent):
+        part = path.with_name(f".{path.name}.part")
+        part.write_text(text)
+        part.replace(path)
+
+
+@contextlib.contextmanager
+def _told_as_output(out: Path) -> Iterator[None]:
+    """An OSError inside is told as what it is: a place that cannot be written."""
+    try:
+        yield
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
         raise BuildError(
             f"generated CUDA text cannot be written below {out.absolute()}: {error.strerror}{where}: "
             "name a folder that can be written with --out"
         ) from None
-
-
-def _toolchain_for(units: Sequence[Unit]) -> Any:
-    """A finder that wants an nvcc new enough for every arch of the units."""
-    from dsagen.arch import arch
-    from dsagen.build import find_toolchain
-
-    minimums = {unit.arch: arch(unit.arch).min_cuda for unit in units}
-    return lambda: find_toolchain(minimums)
 
 
 def _summary(results: Sequence[BuildResult], seconds: float) -> list[str]:

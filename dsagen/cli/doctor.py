@@ -86,9 +86,17 @@ def _version(package: str) -> str | None:
 
 
 def _look_at_knobs(result: Diagnosis) -> None:
+    from dsagen.build.flags import require_faithful_flags
+
     for knob in knobs.all_knobs():
         found = knob.raw()
-        row = {"name": knob.name, "value": found[1] if found else None, "default": knob.describe_default()}
+        row = {
+            "name": knob.name,
+            "value": found[1] if found else None,
+            "default": knob.describe_default(),
+            "type": knob.type_name,
+            "doc": knob.doc,
+        }
         if found and found[0] != knob.name:
             row["read_from"] = found[0]
         try:
@@ -96,6 +104,11 @@ def _look_at_knobs(result: Diagnosis) -> None:
         except DsagenError as error:
             result.problems.append(str(error))
         result.knobs.append(row)
+    try:
+        require_faithful_flags()
+    except DsagenError as error:
+        if str(error) not in result.problems:
+            result.problems.append(str(error))
 
 
 def _look_at_toolchain(result: Diagnosis) -> None:
@@ -182,6 +195,7 @@ def _lines(result: Diagnosis) -> list[str]:
         "store", [[row["root"], writable[row["writable"]], f"{row['kernels']} kernels"] for row in result.store]
     )
     lines += _section("knobs", [[row["name"], row["value"] or _default_text(row["default"])] for row in result.knobs])
+    lines += _section("what they do", [[row["name"], row["type"], row["doc"]] for row in result.knobs])
     lines += _section("other variables that are read", [[name, text] for name, text in result.foreign.items()])
     lines += ["", "problems" if result.problems else "no problems"]
     return lines + [f"  {problem}" for problem in result.problems]

@@ -1,4 +1,4 @@
-"""A kernel plan as text: its axes, its shared memory drawn to scale, its guards, its argument block."""
+"""A kernel plan as text: its axes, what it takes of a multiprocessor, shared memory and pipeline drawn, its guards."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dsagen.cli.table import aligned
 from dsagen.guard import Guard
 from dsagen.limits import BUILD_GUARDS, CALL_RULES, LOAD_GUARDS
+from dsagen.occupancy import resident_ctas, resources
 from dsagen.plan import KernelPlan
+from dsagen.render import leading_comment
 
 BAR_CELLS = 32
 
@@ -18,7 +20,9 @@ def plan_lines(plan: KernelPlan, launch_guards: Sequence[Guard], registers: int 
         ("axes", [f"{name} = {value}" for name, value in plan.variant.axes]),
         ("launch", launch_lines(plan, registers)),
         ("budget", aligned(plan.budget)),
+        ("of a multiprocessor", occupancy_lines(plan)),
         ("shared memory", smem_lines(plan)),
+        ("pipeline", pipeline_lines(plan)),
         ("argument block", params_lines(plan)),
         ("guards that held when this was planned", plan_guard_lines(plan)),
         ("guards checked on the compiled kernel", guard_lines(BUILD_GUARDS)),
@@ -44,6 +48,23 @@ def launch_lines(plan: KernelPlan, registers: int | None) -> list[str]:
         f"{plan.registers_cap} registers a thread {exact}, {used}",
         *overlap,
     ]
+
+
+def occupancy_lines(plan: KernelPlan) -> list[str]:
+    """A bar per resource of a multiprocessor, with the blocks that it holds at once, and what bounds their number."""
+    count = resident_ctas(plan)
+    rows = []
+    for use in resources(plan):
+        taken = count * use.per_block
+        amount = f"{taken} of {use.per_sm} {use.unit}".rstrip()
+        rows.append([use.name, _bar(0, taken, use.per_sm), amount, f"room for {use.allows}"])
+    bounds = [use.name for use in resources(plan) if use.allows <= count]
+    return [*aligned(rows), f"{count} blocks at once, bounded by {' and '.join(bounds)}"]
+
+
+def pipeline_lines(plan: KernelPlan) -> list[str]:
+    """What the body says of itself: roles over time, barriers and who waits for them."""
+    return [line for alias in plan.types if alias.name == "Body" for line in leading_comment(alias.header)]
 
 
 def smem_lines(plan: KernelPlan) -> list[str]:

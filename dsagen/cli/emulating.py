@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dsagen.cli.proving import MAX_SEED
-from dsagen.cli.selection import Selection, arch_option, json_option, select, specs_argument
+from dsagen.cli.selection import Selection, arch_option, json_option, quiet_option, select, specs_argument
 from dsagen.cli.table import aligned, echo_json, echo_lines
 from dsagen.errors import CheckFailed, EmulatorError, SpecError
 
@@ -29,6 +29,7 @@ _PTX_SUFFIX = ".ptx"
 @click.option("--seed", type=click.IntRange(0, MAX_SEED), help="Replay the inputs of a run.  [default: fresh ones]")
 @click.option("--only", metavar="PATTERN", help="Cases whose name matches a shell pattern.")
 @arch_option
+@quiet_option
 @json_option
 def emulate(
     specs: tuple[str, ...],
@@ -37,6 +38,7 @@ def emulate(
     seed: int | None,
     only: str | None,
     archs: tuple[str, ...],
+    quiet: bool,
     as_json: bool,
 ) -> None:
     """Run the quick cases of each SPEC on the emulator, and print what its kernels did.
@@ -54,11 +56,11 @@ def emulate(
     if files:
         if archs:
             raise SpecError(f"--arch {','.join(archs)}: a PTX file has the arch that it has: leave it out")
-        _emulate_files(files, as_json)
+        _emulate_files(files, quiet, as_json)
     elif coverage:
-        _cover(specs, archs, as_json)
+        _cover(specs, archs, quiet, as_json)
     elif specs:
-        _emulate_specs(specs, archs, seeds, seed, only, as_json)
+        _emulate_specs(specs, archs, seeds, seed, only, quiet, as_json)
     else:
         raise SpecError("emulate needs a SPEC, a PTX file or --coverage")
 
@@ -67,13 +69,19 @@ def emulate(
 
 
 def _emulate_specs(
-    specs: Sequence[str], archs: Sequence[str], seeds: int, seed: int | None, only: str | None, as_json: bool
+    specs: Sequence[str],
+    archs: Sequence[str],
+    seeds: int,
+    seed: int | None,
+    only: str | None,
+    quiet: bool,
+    as_json: bool,
 ) -> None:
     from rich.console import Console
 
     from dsagen.check.emulate import run_seed
 
-    progress = None if as_json else Console(stderr=True)
+    progress = None if as_json or quiet else Console(stderr=True)
     drawn = secrets.randbelow(2**31) if seed is None else seed
     runs: list[SeedRun] = []
     for spec in specs:
@@ -81,7 +89,7 @@ def _emulate_specs(
             for number in range(seeds):
                 found = run_seed(spec, arch, number, drawn, only=only, measure=number == 0, console=progress)
                 runs.append(found)
-                if not as_json:
+                if not (as_json or quiet):
                     echo_lines(_run_lines(found))
     if as_json:
         echo_json({"runs": [found.to_json() for found in runs]})
@@ -110,7 +118,7 @@ def _failures(found: SeedRun) -> str:
 # ---- coverage
 
 
-def _emulate_files(files: Sequence[str], as_json: bool) -> None:
+def _emulate_files(files: Sequence[str], quiet: bool, as_json: bool) -> None:
     from dsagen.emulator import coverage
     from dsagen.emulator.attributes import attributes
     from dsagen.emulator.ptx import parse
@@ -134,7 +142,7 @@ def _emulate_files(files: Sequence[str], as_json: bool) -> None:
             )
     if as_json:
         echo_json({"kernels": kernels, "missing": missing})
-    else:
+    elif not quiet:
         echo_lines(
             f"{row['kernel']}: {row['instructions']} instructions, {row['argument_bytes']} B of arguments, "
             f"{row['static_shared_bytes']} B of static shared memory, at most {row['most_threads']} threads"
@@ -154,27 +162,28 @@ def _read(path: Path) -> str:
     return text
 
 
-def _cover(specs: Sequence[str], archs: Sequence[str], as_json: bool) -> None:
+def _cover(specs: Sequence[str], archs: Sequence[str], quiet: bool, as_json: bool) -> None:
     from dsagen.build import Store, build_units, make_progress
     from dsagen.emulator import coverage
     from dsagen.render import render
+    from dsagen.runtime.emulated import code_of
 
     plans: dict[str, KernelPlan] = {}
     for selection in select(specs, archs) if specs else _everything(archs):
         plans.update({plan.slug: plan for plan in selection.matrix.plans()})
-    progress = make_progress(as_json or not sys.stderr.isatty())
+    progress = make_progress(as_json or quiet or not sys.stderr.isatty())
     results = build_units([render(plan) for plan in plans.values()], Store.open(), progress=progress)
     missing: dict[str, dict[str, int]] = {}
     kernels: dict[str, int] = {}
     for result in results:
         entry = result.entry
         kernels[entry.arch] = kernels.get(entry.arch, 0) + 1
-        for opcode, count in coverage(entry.ptx_path.read_text()).items():
+        for opcode, count in coverage(code_of(entry).ptx).items():
             of_arch = missing.setdefault(entry.arch, {})
             of_arch[opcode] = of_arch.get(opcode, 0) + count
     if as_json:
         echo_json({"archs": {a: {"kernels": n, "missing": missing.get(a, {})} for a, n in kernels.items()}})
-    else:
+    elif not quiet:
         rows = [
             [arch, f"{n} kernels", f"{len(missing.get(arch, {}))} opcodes not handled"] for arch, n in kernels.items()
         ]

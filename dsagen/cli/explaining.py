@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from dsagen.cli.completing import complete_specs
 from dsagen.cli.drawing import plan_lines
 from dsagen.cli.selection import Selection, arch_option, describe_spec, json_option, select
 from dsagen.cli.table import echo_json, echo_lines
 from dsagen.errors import SpecError
 
 if TYPE_CHECKING:
+    from dsagen.evidence import EvidenceRow
     from dsagen.guard import Guard
     from dsagen.plan import KernelPlan
+    from dsagen.render import RenderedUnit
 
 
 @click.command()
-@click.argument("spec", metavar="SPEC")
+@click.argument("spec", metavar="SPEC", shell_complete=complete_specs)
 @arch_option
 @click.option("--batch", type=click.IntRange(min=1), help="Explain a call of this many requests instead.")
 @click.option("--s-q", type=click.IntRange(min=1), default=1, show_default=True, help="Query tokens of a request.")
 @click.option("--topk", type=click.IntRange(min=1), help="Columns of an index row.  [default: the spec's capacity]")
 @click.option("--width", type=click.IntRange(min=0), help="Scores of a row, for topk.")
 @click.option("--sms", type=click.IntRange(min=1), help="Multiprocessors.  [default: those of a device measured]")
+@click.option(
+    "--html", type=click.Path(path_type=Path), metavar="FILE", help="Write a page with drawings and rooflines."
+)
 @json_option
 def explain(
     spec: str,
@@ -34,14 +41,20 @@ def explain(
     topk: int | None,
     width: int | None,
     sms: int | None,
+    html: Path | None,
     as_json: bool,
 ) -> None:
     """Show what each kernel of SPEC is: axes, launch, shared memory, arguments and every guard.
 
-    With --batch, show which kernel a call of that shape takes, and how it is split, instead. Needs neither a GPU nor a
-    toolkit.
+    With --batch, show which kernel a call of that shape takes, and how it is split, instead. With --html, write a page
+    that also has the roofline of recorded benchmarks. Needs neither a GPU nor a toolkit.
     """
     (selection,) = select([spec], archs)
+    if html is not None:
+        if batch is not None or as_json:
+            raise SpecError("explain --html writes a page of the plans: leave out --batch and --json")
+        _write_page(selection, html)
+        return
     if batch is not None:
         if as_json:
             raise SpecError("explain --batch prints text only: leave out --json, or leave out --batch for the plans")
@@ -59,6 +72,40 @@ def explain(
     for plan in selection.matrix.plans():
         lines += ["", *plan_lines(plan, _launch_guards(plan), _registers(plan))]
     echo_lines(lines)
+
+
+def _write_page(selection: Selection, path: Path) -> None:
+    from dsagen.build import Store
+    from dsagen.cli.page import page
+    from dsagen.evidence import load_evidence, rung
+    from dsagen.render import render
+
+    store = Store.open()
+    evidence = load_evidence(store)
+    registers, guards, rungs, rows = {}, {}, {}, {}
+    for plan in selection.matrix.plans():
+        unit = render(plan)
+        entry = store.lookup(unit)
+        registers[plan.slug] = None if entry is None else int(entry.report["registers"])
+        guards[plan.slug] = _launch_guards(plan)
+        rungs[plan.slug] = rung(unit, evidence, entry)
+        rows[plan.slug] = _benchmarks(evidence, unit, selection.spec.name)
+    text = page(selection, registers, guards, rungs, rows)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise SpecError(
+            f"--html {path!s:.200}: cannot be written ({reason}): name a file in an existing folder"
+        ) from None
+    echo_lines([str(path)])
+
+
+def _benchmarks(evidence: Iterable[EvidenceRow], unit: RenderedUnit, spec_name: str) -> list[EvidenceRow]:
+    """Recorded benchmarks of a kernel: the last of each device for this spec, or for others where it has none."""
+    found = sorted((row for row in evidence if row.kind == "benchmark" and row.matches(unit)), key=lambda row: row.date)
+    own = [row for row in found if row.spec == spec_name]
+    return list({(row.device, row.spec): row for row in own or found}.values())
 
 
 def _decode_lines(selection: Selection, batch: int, s_q: int, topk: int | None, sms: int | None) -> list[str]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dsagen.cli.selection import arch_option, describe_spec, json_option, select, specs_argument
+from dsagen.cli.selection import arch_option, describe_spec, json_option, quiet_option, select, specs_argument
 from dsagen.cli.table import aligned, echo_json, echo_lines
 from dsagen.errors import CheckFailed, DeviceError, DsagenError, SpecError
 
@@ -46,6 +46,7 @@ _PLAIN_WIDTH = 140
 @_DEVICE
 @arch_option
 @_RECORD
+@quiet_option
 @json_option
 @click.pass_context
 def check(
@@ -57,6 +58,7 @@ def check(
     device: str | None,
     archs: tuple[str, ...],
     record: Path | None,
+    quiet: bool,
     as_json: bool,
 ) -> None:
     """Compare every kernel of the SPECs with the fp64 reference on this machine's device.
@@ -70,7 +72,7 @@ def check(
 
     runs = _runs(specs, device, archs)
     verbose = context.parent is not None and context.parent.params.get("verbose", 0) > 0
-    progress = None if as_json else Console(stderr=True)
+    progress = None if as_json or quiet else Console(stderr=True)
     console = Console() if sys.stdout is not None and sys.stdout.isatty() else Console(width=_PLAIN_WIDTH)
     reports = []
     for spec, arch in runs:
@@ -85,7 +87,7 @@ def check(
             record_file=record,
         )
         reports.append(report)
-        if not as_json:
+        if not (as_json or quiet):
             report.print(console, verbose)
     if as_json:
         echo_json({"reports": [report.to_json() for report in reports]})
@@ -132,8 +134,9 @@ def _require_proof(reports: Sequence[CheckReport]) -> None:
 @specs_argument()
 @click.option("--peers", is_flag=True, help="Measure other libraries on the same inputs, in the same process.")
 @_RECORD
+@quiet_option
 @json_option
-def bench(specs: tuple[str, ...], peers: bool, record: Path | None, as_json: bool) -> None:
+def bench(specs: tuple[str, ...], peers: bool, record: Path | None, quiet: bool, as_json: bool) -> None:
     """Measure the SPECs' kernels on this machine's device, beside the floor and the last record.
 
     What is timed is compared with a reference. Peers that are not installed are noted: DSAGEN_PEER_SITE names a
@@ -147,22 +150,28 @@ def bench(specs: tuple[str, ...], peers: bool, record: Path | None, as_json: boo
         selection.matrix.require_complete()
     loaded = [selection.spec for selection in selections]
     records = last_times_us(current_device_name(), record)
-    figures = run_sweep(loaded, with_peers=peers, records=records, progress=_say)
+    figures = run_sweep(loaded, with_peers=peers, records=records, progress=_say_nothing if quiet else _say)
     files: set[Path] = set()
     for spec in loaded:
         own = [found for found in figures if found.spec == spec.name]
         files.update(record_figures(spec, own, record))
-        if not as_json:
+        if not (as_json or quiet):
             echo_lines(_figure_lines(spec, own))
     slower = slower_lines(figures)
     if as_json:
         echo_json({"figures": [found.to_json() for found in figures], "slower": slower})
+    elif quiet:
+        echo_lines(slower)
     else:
         echo_lines([*slower, f"recorded in {', '.join(sorted(map(str, files)))}"])
 
 
 def _say(text: str) -> None:
     click.echo(text, err=True)
+
+
+def _say_nothing(text: str) -> None:
+    pass
 
 
 def _figure_lines(spec: DeploymentSpec, figures: Sequence[Figures]) -> list[str]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from dsagen import knobs
+from dsagen.cli.completing import complete_archs, complete_specs
 from dsagen.cli.table import aligned
 from dsagen.errors import KnobError, SpecError
 
@@ -31,7 +32,7 @@ class Selection:
 
 def specs_argument(required: bool = True) -> Callable[[Command], Command]:
     """The SPEC... argument."""
-    return click.argument("specs", metavar="SPEC...", nargs=-1, required=required)
+    return click.argument("specs", metavar="SPEC...", nargs=-1, required=required, shell_complete=complete_specs)
 
 
 def arch_option(command: Command) -> Command:
@@ -41,9 +42,15 @@ def arch_option(command: Command) -> Command:
         "archs",
         multiple=True,
         metavar="ARCH",
+        shell_complete=complete_archs,
         help="Only this arch of those that the spec declares (repeatable, or a comma list). "
         "Default: DSAGEN_ARCH_LIST, else all of them.",
     )(command)
+
+
+def quiet_option(command: Command) -> Command:
+    """The --quiet flag."""
+    return click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors.")(command)
 
 
 def json_option(command: Command) -> Command:

@@ -6,12 +6,15 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn, SupportsIndex
 
 import torch
 
 from dsagen import knobs
-from dsagen.errors import DeviceError, DsagenError, FrozenError, GuardError
+from dsagen.arch import arch as arch_row
+from dsagen.build.bundle import is_bundle, read_bundle
+from dsagen.errors import DeviceError, DsagenError, FrozenError, GuardError, SpecError, StoreError
 from dsagen.families.sparse_decode.choice import Candidate, candidates, choose, explain_choice
 from dsagen.families.sparse_decode.op import DecodeShape
 from dsagen.families.topk.op import TopkShape, explain_call
@@ -20,6 +23,7 @@ from dsagen.guard import require_int
 from dsagen.log import configure_library_logging
 from dsagen.matrix import expand
 from dsagen.plan import KernelPlan
+from dsagen.runtime.bundled import BundledCode
 from dsagen.runtime.cache_ops import CacheOps
 from dsagen.runtime.device_kernels import DeviceKernels
 from dsagen.runtime.driver import CudaDriver, Driver
@@ -52,6 +56,7 @@ def load(
     device: Device | None = None,
     archs: Sequence[str] | None = None,
     emulator: EmulatorOptions | None = None,
+    name: str | None = None,
 ) -> Kernels:
     """The kernels of a deployment, compiled for a device where the store lacks them.
 
@@ -63,11 +68,18 @@ def load(
     With device="emulator" the same ops run the same kernels' PTX on CPU tensors, slowly and with every access checked,
     as the first of `archs`; `emulator` says how, in place of the DSAGEN_EMULATOR_* variables, which are read here too.
 
+    `spec` may also be a bundle (`dsagen bundle`): its kernels load without a toolkit and without a store, after every
+    byte of it was verified; of several specs in it, `name` chooses one. Bundles have no PTX, so no emulator runs them.
+
     Raises SpecError for a bad spec or one that cannot be built as a whole, KnobError for a bad variable, DeviceError
     without a usable GPU or for a device that there is not, BuildError when a kernel does not compile (the emulator:
     ToolchainError without g++), StoreError when DSAGEN_NO_JIT is set and a kernel is missing.
     """
     configure_library_logging()
+    if isinstance(spec, str | os.PathLike) and is_bundle(Path(spec)):
+        return _load_bundle(Path(spec), name, device, archs, emulator)
+    if name is not None:
+        raise SpecError(f"name: {name!r} chooses among the specs of a bundle, and {spec!r:.80} is none: leave it out")
     loaded = load_spec(spec)
     if isinstance(device, str) and device == EMULATOR:
         chosen = tuple(cell.arch for cell in expand(loaded, archs).cells)
@@ -77,6 +89,27 @@ def load(
     if emulator is not None:
         raise DeviceError(f"emulator: options for device={EMULATOR!r}, but device is {device!r}: leave either out")
     return Kernels(loaded, device=device, archs=archs)
+
+
+def _load_bundle(
+    path: Path,
+    name: str | None,
+    device: Device | None,
+    archs: Sequence[str] | None,
+    emulator: EmulatorOptions | None,
+) -> Kernels:
+    require_known_device(device)
+    if emulator is not None or device == EMULATOR:
+        raise StoreError(
+            f"{path}: bundles have cubins and no PTX, which the emulator runs: load the spec itself with "
+            f"device={EMULATOR!r}"
+        )
+    bundle = read_bundle(path)
+    chosen = bundle.choose(name)
+    absent = [arch for arch in archs or () if arch_row(arch).name not in chosen.archs]
+    if absent:
+        raise SpecError(f"{path}: packed for {', '.join(chosen.archs)}, not for {absent[0]}: pack it with --arch")
+    return Kernels(chosen.spec, device=device, archs=archs or chosen.archs, read=BundledCode.of(bundle, chosen.kernels))
 
 
 class Kernels(CacheOps, TopkOps):

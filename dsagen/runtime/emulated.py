@@ -13,14 +13,15 @@ import torch
 from dsagen import emulator, knobs
 from dsagen.arch import ARCHS, H200, Arch
 from dsagen.build import StoreEntry, measure_room
+from dsagen.build.compile import PTX
 from dsagen.emulator import Counts, Memory
 from dsagen.emulator.attributes import PtxAttributes, attributes
 from dsagen.emulator.library import load_library
-from dsagen.errors import DeviceError, EmulatorLimitError, GuardError, StoreError
+from dsagen.errors import DeviceError, EmulatorLimitError, GuardError
 from dsagen.guard import require_int
 from dsagen.plan import KernelPlan
 from dsagen.runtime.driver import DeviceFacts, KernelAttributes, LaunchConfig, Operands, PointerField
-from dsagen.runtime.loader import entries_of
+from dsagen.runtime.loader import code_of_entries
 from dsagen.runtime.tensors import span_bytes
 
 DEVICE = emulator.DEVICE
@@ -75,19 +76,12 @@ class EmulatedCode:
 
 def read_ptx(plans: Sequence[KernelPlan]) -> dict[str, EmulatedCode]:
     """Code by slug, compiling what the store lacks; with DSAGEN_NO_JIT a miss is a StoreError."""
-    return {slug: code_of(entry) for slug, entry in entries_of(plans).items()}
+    return code_of_entries(plans, code_of)
 
 
 def code_of(entry: StoreEntry) -> EmulatedCode:
-    """The code of a store entry; StoreError where it has none."""
-    try:
-        ptx = entry.ptx_path.read_text()
-    except OSError as error:
-        raise StoreError(
-            f"{entry.slug}: {entry.ptx_path} cannot be read ({error.strerror}), and the emulator runs nothing else "
-            "(bundles leave PTX out): build the spec into a store with `dsagen build`, and name it in DSAGEN_CACHE_DIR"
-        ) from None
-    return EmulatedCode(ptx, int(entry.report["registers"]))
+    """The code of a store entry, verified: BrokenEntryError where it has changed."""
+    return EmulatedCode(entry.read(PTX).decode(), int(entry.report["registers"]))
 
 
 @dataclass(frozen=True)

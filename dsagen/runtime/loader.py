@@ -5,17 +5,24 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from dsagen import knobs
 from dsagen.arch import Arch, arch_for_capability
 from dsagen.build import Store, StoreEntry, build_units
+from dsagen.build.compile import CUBIN
+from dsagen.build.entry import BrokenEntryError
 from dsagen.errors import DeviceError, FrozenError, SpecError, StoreError
 from dsagen.guard import check
 from dsagen.limits import LOAD_GUARDS
 from dsagen.plan import KernelPlan
 from dsagen.render import RenderedUnit, render
 from dsagen.runtime.driver import CAPTURE_ERRORS, NO_BINARY, DeviceFacts, Driver, DriverError
+
+T = TypeVar("T")
+
+# Look-ups of entries that change while they are read.
+_MOST_LOOKS = 3
 
 # What a driver loads, by slug: cubins, or what else it runs.
 ReadCode = Callable[[Sequence[KernelPlan]], Mapping[str, Any]]
@@ -32,7 +39,20 @@ class LoadedKernel:
 
 def read_cubins(plans: Sequence[KernelPlan]) -> dict[str, bytes]:
     """Cubin by slug, compiling what the store lacks; with DSAGEN_NO_JIT a miss is a StoreError."""
-    return {slug: entry.cubin_path.read_bytes() for slug, entry in entries_of(plans).items()}
+    return code_of_entries(plans, lambda entry: entry.read(CUBIN))
+
+
+def code_of_entries(plans: Sequence[KernelPlan], take: Callable[[StoreEntry], T]) -> dict[str, T]:
+    """What `take` reads of each plan's store entry, by slug, verified.
+
+    An entry may be replaced between its look-up and its reading, by a forced build: then it is looked up once more.
+    """
+    for _ in range(_MOST_LOOKS):
+        try:
+            return {slug: take(entry) for slug, entry in entries_of(plans).items()}
+        except BrokenEntryError as error:
+            problem = error
+    raise StoreError(f"entries of the kernel store change while they are read ({problem}): what else writes there?")
 
 
 def entries_of(plans: Sequence[KernelPlan]) -> dict[str, StoreEntry]:
@@ -45,14 +65,14 @@ def entries_of(plans: Sequence[KernelPlan]) -> dict[str, StoreEntry]:
 
 
 def _existing(store: Store, unit: RenderedUnit) -> StoreEntry:
-    entry = store.lookup(unit)
-    if entry is None:
+    found = store.examine(unit, None)
+    if found.entry is None:
         roots = ", ".join(str(root) for root in store.roots)
         raise StoreError(
-            f"{unit.slug} is not in the kernel store ({roots}), and DSAGEN_NO_JIT forbids to compile it now: run "
-            "`dsagen build` for this spec, or point DSAGEN_CACHE_DIR to a store that has it"
+            f"{unit.slug} is not in the kernel store ({roots}: {found.reason}), and DSAGEN_NO_JIT forbids to compile "
+            "it now: run `dsagen build` for this spec, or point DSAGEN_CACHE_DIR to a store that has it"
         )
-    return entry
+    return found.entry
 
 
 def device_arch(facts: DeviceFacts, ordinal: int, spec_name: str, declared: Sequence[str]) -> Arch:

@@ -3,6 +3,7 @@
 import io
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from fake_toolchain import GOOD_LOG, FakeUnit, build_in_process, compiles, insta
 from dsagen import knobs
 from dsagen.build import Store, build_units, find_toolchain, make_progress, write_generated
 from dsagen.build.key import entry_key, entry_name, source_key
-from dsagen.build.progress import BarProgress, LineProgress, QuietProgress
+from dsagen.build.progress import LineProgress, LiveProgress, QuietProgress
 from dsagen.errors import BuildError, ToolchainError
 
 UNIT = FakeUnit()
@@ -52,7 +53,7 @@ class Recorder(QuietProgress):
     def begin(self, kernels, jobs):
         self.events.append(("begin", kernels, jobs))
 
-    def finish(self, name, seconds, failure):
+    def finish(self, name, seconds, failure, memory_bytes):
         self.events.append(("finish", name, failure is None))
 
     def wait(self, name):
@@ -65,14 +66,14 @@ class Recorder(QuietProgress):
 # Concurrency ----------------------------------------------------------------------------------------------------------
 
 
-def test_four_processes_compile_one_cold_entry_once(kit):
+def test_eight_processes_compile_one_cold_spec_once(kit):
     write_toolchain(kit, before_nvcc="sleep 0.5")
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(4, mp_context=context) as pool:
-        results = [future.result() for future in [pool.submit(build_in_process, units(3)) for _ in range(4)]]
+    with ProcessPoolExecutor(8, mp_context=context) as pool:
+        results = [future.result() for future in [pool.submit(build_in_process, units(3)) for _ in range(8)]]
     assert compiles(kit) == 3
     assert len({tuple(name for name, _ in result) for result in results}) == 1
-    # Each of the three was compiled by exactly one of the four.
+    # Each of the three was compiled by exactly one of the eight.
     assert [sum(not cached for _, cached in column) for column in zip(*results, strict=True)] == [1, 1, 1]
 
 
@@ -284,13 +285,68 @@ def test_progress_lines(kit):
 
 
 def test_the_bar_survives_a_build(capsys):
-    build_units(units(2), Store.open(), progress=BarProgress())
+    build_units(units(2), Store.open(), progress=LiveProgress())
     assert capsys.readouterr().err.count("built") == 2
 
 
 def test_progress_suits_the_stream():
     assert isinstance(make_progress(quiet=True), QuietProgress)
     assert isinstance(make_progress(), LineProgress)
+
+
+def test_one_line_is_logged_per_compile_with_what_why_and_how_long(kit, caplog, monkeypatch):
+    caplog.set_level("INFO", "dsagen")
+    build_units([UNIT], Store.open())
+    build_units([UNIT], Store.open())
+    build_units([UNIT], Store.open(), force=True)
+    build_units([replace(UNIT, text="// new\n")], Store.open())
+    monkeypatch.setenv("DSAGEN_NVCC", str(write_toolchain(kit / "newer", version="13.1.5")))
+    entry = build_units([UNIT], Store.open())[0].entry
+    entry.cubin_path.write_bytes(b"")
+    build_units([UNIT], Store.open())
+    lines = [message for message in caplog.messages if message.startswith("compiled fake.")]
+    assert [line.partition(" registers ")[2] for line in lines] == [
+        "(not in the store)",
+        "(forced)",
+        "(its text or flags have changed)",
+        "(compiled by nvcc 13.0.88 only)",
+        "(the entry is broken: kernel.cubin (0 bytes) does not match its checksum)",
+    ]
+    assert all(
+        re.fullmatch(r"compiled fake\.sm90a\.x\.[0-9a-f]{12} in \d+\.\d\d s, 168", line.partition(" reg")[0])
+        for line in lines
+    )
+
+
+def test_a_clock_that_jumps_changes_no_time_and_no_look_up(kit, monkeypatch):
+    """Files from the future, and a clock that is set while a kernel compiles."""
+    write_toolchain(kit, before_nvcc="touch -d '2040-01-01' ../started ../status.part; sleep 0.2")
+    result = build_units([UNIT], Store.open())[0]
+    assert 0.15 <= result.seconds < 20
+    for path in result.entry.path.iterdir():
+        os.utime(path, (4e9, 4e9))
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    assert build_units([UNIT], Store.open())[0].was_cached
+
+
+def test_the_memory_of_a_compile_is_recorded(kit):
+    write_toolchain(kit, before_nvcc=f"exec {sys.executable} -c 'import time; x = bytearray(80 << 20); time.sleep(1)'")
+    seen = []
+
+    class Looks(Recorder):
+        def look(self, running):
+            seen.extend(running)
+
+        def finish(self, name, seconds, failure, memory_bytes):
+            self.memory_bytes = memory_bytes
+
+    progress = Looks()
+    with pytest.raises(BuildError):
+        build_units([UNIT], Store.open(), progress=progress)
+    assert 80 << 20 <= progress.memory_bytes < 300 << 20
+    assert {running.name for running in seen} == {name_of(UNIT)}
+    assert max(running.memory_bytes for running in seen) >= 80 << 20
+    assert max(running.seconds for running in seen) > 0.5
 
 
 def test_a_warm_build_reports_no_progress():
@@ -375,7 +431,12 @@ def real(monkeypatch):
 @pytest.mark.parametrize("nvcc", NVCCS, ids=str)
 def test_a_real_kernel(monkeypatch, tmp_path, real, nvcc):
     monkeypatch.setenv("DSAGEN_NVCC", str(nvcc))
-    unit = replace(UNIT, symbol="dsa_probe", text=PROBE)
+    # A function of the toolkit's headers is in the line table with a name that has a hash of this unit's path in it.
+    store = (
+        'asm volatile("st.shared.f32 [%0], %1;" ::"r"((unsigned)__cvta_generic_to_shared(row + i % 128)), "f"(1.f));'
+    )
+    text = PROBE.replace("__syncthreads();", f"{store} __syncthreads();")
+    unit = replace(UNIT, symbol="dsa_probe", text=text)
     entries = []
     for folder in ("one", "another/folder"):
         monkeypatch.setenv("DSAGEN_CACHE_DIR", str(tmp_path / folder))
@@ -389,6 +450,9 @@ def test_a_real_kernel(monkeypatch, tmp_path, real, nvcc):
         assert getattr(entries[0], member).read_bytes() == getattr(entries[1], member).read_bytes()
     assert f'"{entries[0].name}/kernel.cu"' in entries[0].ptx_path.read_text()
     assert str(tmp_path).encode() not in entries[0].cubin_path.read_bytes()
+    assert b"__cvta_generic_to_shared" in entries[0].cubin_path.read_bytes()
+    toolkit = str(nvcc.resolve().parent.parent)
+    assert toolkit.encode() not in entries[0].cubin_path.read_bytes()
 
 
 @pytest.mark.compile

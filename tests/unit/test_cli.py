@@ -401,8 +401,8 @@ def test_information_commands_need_no_toolkit(tmp_path):
 def test_verbose_says_what_is_compiled_and_why(capsys, spec_file, tmp_path, monkeypatch):
     monkeypatch.setenv("DSAGEN_CACHE_DIR", str(tmp_path / "empty"))
     monkeypatch.setenv("DSAGEN_NVCC", "/nowhere/nvcc")
-    _, _, err = run(capsys, "-v", "build", spec_file, "--out", str(tmp_path))
-    assert "dsagen INFO: sparse_decode-main-" in err and "to compile (not in the store)" in err
+    _, _, err = run(capsys, "-vv", "build", spec_file, "--out", str(tmp_path))
+    assert "dsagen DEBUG: sparse_decode-main-" in err and "to compile (not in the store)" in err
 
 
 # ---- doctor

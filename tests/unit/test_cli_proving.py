@@ -55,6 +55,14 @@ def checked(monkeypatch):
     return install
 
 
+def test_quiet_leaves_the_exit_code_and_errors_alone(capsys, checked):
+    checked(ON_DEVICE)
+    assert run(capsys, "check", "v32_h16", "--quiet") == (0, "", "")
+    checked(replace(ON_DEVICE, results=(WRONG,)))
+    code, out, err = run(capsys, "check", "v32_h16", "-q")
+    assert (code, out) == (4, "") and err.startswith("error: ")
+
+
 def test_check_passes_its_options_on_and_prints_the_table(capsys, checked, tmp_path):
     calls = checked(ON_DEVICE)
     arguments = ["--tier", "full", "--seed", "7", "--only", "peer.*", "--record", str(tmp_path / "rows.jsonl")]

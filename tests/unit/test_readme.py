@@ -48,7 +48,7 @@ def test_commands_and_their_options_exist() -> None:
 
 
 def test_the_command_table_is_complete() -> None:
-    listed = re.findall(r"^\| `dsagen ([a-z]+)", README, re.MULTILINE)
+    listed = re.findall(r"^\| `dsagen ([a-z-]+)", README, re.MULTILINE)
     assert sorted(listed) == sorted(cli.commands)
 
 

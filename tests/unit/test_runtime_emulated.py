@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import re
 import struct
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,12 +14,15 @@ from fake_driver import FakeDriver, fake_cubins
 
 import dsagen
 from dsagen.arch import arch
+from dsagen.build import StoreEntry
+from dsagen.build.compile import PTX
+from dsagen.build.entry import BrokenEntryError, EntryStamp
 from dsagen.check.cases import decode_cases
 from dsagen.check.place import MOST_COLUMN_HEADS, too_large
 from dsagen.check.run import run_check
 from dsagen.check.topk_cases import topk_cases
 from dsagen.emulator import library
-from dsagen.errors import DeviceError, EmulatorLimitError, GuardError, KnobError, SpecError, StoreError, ToolchainError
+from dsagen.errors import DeviceError, EmulatorLimitError, GuardError, KnobError, SpecError, ToolchainError
 from dsagen.runtime import emulated
 from dsagen.runtime.api import Kernels
 from dsagen.runtime.driver import LaunchConfig, PointerField, cuda_home
@@ -155,12 +158,15 @@ def test_without_a_compiler_loading_says_so(monkeypatch, tmp_path):
     assert raised.value.exit_code == 3
 
 
-def test_a_store_entry_without_ptx_is_named(tmp_path):
-    entry = SimpleNamespace(slug="the-slug", ptx_path=tmp_path / "kernel.ptx", report={"registers": 1})
-    with pytest.raises(StoreError, match=r"the-slug: .*kernel\.ptx cannot be read \(No such file.* `dsagen build`"):
-        emulated.code_of(entry)
-    Path(entry.ptx_path).write_text("text")
+def test_the_code_of_an_entry_is_read_verified(tmp_path):
+    (tmp_path / PTX).write_text("text")
+    checksums = {PTX: hashlib.sha256(b"text").hexdigest()}
+    stamp = EntryStamp("the-slug.0", "the-slug", "dsa_x", "sm_90a", "0", "0", "13.0.88")
+    entry = StoreEntry(tmp_path, stamp, {}, {}, {"registers": 1}, checksums)
     assert emulated.code_of(entry) == emulated.EmulatedCode("text", 1)
+    (tmp_path / PTX).write_text("test")
+    with pytest.raises(BrokenEntryError, match=r"kernel\.ptx \(4 bytes\) does not match its checksum"):
+        emulated.code_of(entry)
 
 
 def test_a_grid_beyond_the_limit_is_refused(driver):

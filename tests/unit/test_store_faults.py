@@ -1,5 +1,6 @@
 """Entries and folders that something else than dsagen has made: broken ones, never an error and never a wait."""
 
+import errno
 import hashlib
 import json
 import os
@@ -15,9 +16,10 @@ from fake_toolchain import FakeUnit, install_kit, write_toolchain
 
 from dsagen.build import Store, build_units, builder, write_generated
 from dsagen.build import compile as compile_module
+from dsagen.build import store as store_module
 from dsagen.build.entry import CUBIN, MARKER, REPORT
 from dsagen.build.progress import QuietProgress
-from dsagen.build.store import EntryLock
+from dsagen.build.store import EntryLock, boot_mark
 from dsagen.errors import BuildError, StoreError
 
 UNIT = FakeUnit()
@@ -137,6 +139,29 @@ def test_compilers_that_hang_on_the_signal_are_killed(monkeypatch, tmp_path):
     else:
         pytest.fail(f"{compiler.parent} still runs")
     assert list((tmp_path / "store" / "v1" / ".work").iterdir()) == []
+
+
+def test_builds_of_other_machines_are_left_alone_for_a_day(tmp_path):
+    """Their locks may not reach here, as on a network file system without them."""
+    name = build().entry.name
+    work = tmp_path / "store" / "v1" / ".work"
+    own, other, old = (work / f"{name}.{mark}-x" for mark in (boot_mark(), "00000000", "11111111"))
+    for folder in (own, other, old):
+        (folder / "entry").mkdir(parents=True)
+    os.utime(old, (1, 1))
+    build_units([FakeUnit(slug="fake.sm90a.other")], Store.open())
+    assert list(work.iterdir()) == [other]
+    build_units([UNIT], Store.open(), force=True)
+    assert list(work.iterdir()) == [other]
+
+
+def test_a_file_system_without_locks_is_named(monkeypatch):
+    def refuse(handle, operation):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(store_module.fcntl, "flock", refuse)
+    with pytest.raises(StoreError, match=r"cannot be locked \(No locks available\).*DSAGEN_CACHE_DIR"):
+        build()
 
 
 def test_a_lock_that_is_a_folder_is_an_error_of_the_store(tmp_path):

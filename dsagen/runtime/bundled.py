@@ -1,0 +1,51 @@
+"""Kernels out of a bundle: no store, no toolkit, and nothing but what this dsagen would have compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from dsagen.build.bundle import Bundle, BundledKernel
+from dsagen.build.key import canonical_json
+from dsagen.errors import StoreError
+from dsagen.plan import KernelPlan
+from dsagen.render import instruction_hash, render
+
+
+@dataclass(frozen=True)
+class BundledCode:
+    """Reads cubins from one bundle.
+
+    A kernel counts when its plan is the plan made here, which launches depend on, and its text the same up to comments:
+    StoreError for any other. The compiler's flags and version are those it was packed with.
+    """
+
+    bundle: Bundle
+    kernels: Mapping[str, BundledKernel]
+
+    @classmethod
+    def of(cls, bundle: Bundle, names: Sequence[str]) -> BundledCode:
+        """The code of one spec's kernels, by slug."""
+        return cls(bundle, {bundle.kernels[name].stamp.slug: bundle.kernels[name] for name in names})
+
+    def __call__(self, plans: Sequence[KernelPlan]) -> Mapping[str, Any]:
+        """Cubin by slug."""
+        return {plan.slug: self._cubin(plan) for plan in plans}
+
+    def _cubin(self, plan: KernelPlan) -> bytes:
+        found = self.kernels.get(plan.slug)
+        if found is None:
+            self._refuse(plan, "is not in it")
+        unit = render(plan)
+        if canonical_json(found.plan) != canonical_json(unit.plan):
+            self._refuse(plan, "has another plan in it")
+        if instruction_hash(found.source) != unit.evidence_hash:
+            self._refuse(plan, "has another text in it")
+        return found.cubin
+
+    def _refuse(self, plan: KernelPlan, what: str) -> NoReturn:
+        raise StoreError(
+            f"{self.bundle.path}: {plan.slug} {what}: it was packed by dsagen {self.bundle.made_by}: pack it again "
+            "with this one (`dsagen bundle`), or load the spec itself"
+        )
