@@ -26,7 +26,7 @@ struct ElementList {
   static constexpr u32 kRoom = C::kElements, kBitmapWords = C::kBitmapWords, kWindow = kBitmapWords * 32;
   static constexpr u32 kWordsEach = kBitmapWords / kThreads;
   static constexpr u32 kNone = 0xffffffffu;  // no index
-  static constexpr u32 kAtOnce = 4;  // scores of listed elements that a thread waits for together
+  static constexpr u32 kAtOnce = C::kAtOnce;  // scores of listed elements that a thread waits for together
   // So few elements are compared all with all.
   static constexpr u32 kRivals = C::kRivals, kWarps = kThreads / 32;
   static_assert(kBitmapWords % kThreads == 0);
@@ -72,8 +72,8 @@ struct ElementList {
   template <class Row, class Output, class After>
   DSA_DEVICE u32 select(Threshold t, bool open_end, u32 k, const Row& row, const Output& output, After after_row) const {
     const u32 count = size();
-    // Keys below the floor were counted, and are not listed.
-    if (t.base < row.floor) t.equal = count - (k - t.ties);
+    // Keys below the floor were counted, some even above t's, and are not listed.
+    if (t.base < row.floor) t.equal = count - least(count, k - t.ties);
     const Threshold first = t;
     bool counted = open_end ? t.open() : wants_digit(t, row.floor);
     int bits = least(t.shift, kDigitBits);

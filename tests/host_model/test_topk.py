@@ -362,6 +362,21 @@ def test_a_wrong_guess_costs_time_and_no_element(block: Block) -> None:
     assert barriers["thin"] <= barriers["true"] < min(barriers[kind] for kind in ("beyond", "too high", "too low"))
 
 
+@pytest.mark.parametrize(
+    "block", [Stream(elements=1024), Resident(elements=1024), SHARED], ids=["swept", "held", "shared"]
+)
+@pytest.mark.parametrize("digit_bits", [8, 11])
+def test_numbers_that_share_a_digit_with_what_is_dropped(block: Block, digit_bits: int) -> None:
+    # The k-th key is that of -inf or NaN, with fewer numbers than slots above it, some of them next to -inf.
+    lowest = np.finfo(np.float32).min
+    for nans in (200, ROW - 14):
+        scores = np.full((1, ROW), -INF, np.float32)
+        scores[0, 5 : 5 + nans] = NAN
+        scores[0, -9:] = [lowest, 1, np.nextafter(lowest, np.float32(0)), -1, 0, 2, lowest, INF, 3]
+        for score in ("fp32", "bf16"):
+            check(Call(scores, 100, score, drops_neg_inf=True, block=replace(block, digit_bits=digit_bits)))
+
+
 def test_parts_far_into_a_row_that_the_bitmap_does_not_span() -> None:
     for kind in ("upper 22 bits equal", "plateau", "constant", "many NaN"):
         for ordered in (True, False):

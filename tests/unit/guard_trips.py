@@ -222,10 +222,18 @@ TRIPS: dict[str, dict[str, Trip]] = {
             {"bitmap_words": 2048},
         ),
         "TK-12": Trip(
-            {"elements": 0},
-            "[TK-12] a list of 0 elements: must have room for one at least",
-            "1 <= elements",
-            {"elements": 1},
+            {"elements": 4097, "threads": 128},
+            "[TK-12] a list of 4097 elements: must be 1 to 32 for each of 128 threads, which have a bit for each of "
+            "theirs",
+            "(1 <= elements && elements <= (32 * threads))",
+            {"elements": 4096},
+        ),
+        "TK-19": Trip(
+            {"search_threads": 1024, "bins": 512, "digit_bits": 9},
+            "[TK-19] digits of 9 bits: 1024 threads search their 512 bins, one each at least: use wider digits or "
+            "fewer threads",
+            "search_threads <= bins",
+            {"bins": 1024},
         ),
         "TK-18": Trip(
             {"sampled": 256, "threads": 1024, "vector_scores": 4, "elements": 4096},

@@ -163,6 +163,8 @@ SWEPT = Geometry("fp32", MOST_THREADS)
         (replace(SWEPT, in_flight=0), "TK-10"),
         (replace(SWEPT, bitmap_words=4095), "TK-11"),
         (replace(SWEPT, elements=0), "TK-12"),
+        (replace(SWEPT, threads=128, elements=4097), "TK-12"),
+        (replace(SWEPT, digit_bits=9), "TK-19"),
         (replace(SWEPT, sampled=0), "TK-18"),
         (replace(SWEPT, sampled=256, elements=4096), "TK-18"),
     ],

@@ -170,6 +170,8 @@ def _plan(
         "bitmap_words": g.bitmap_words,
         "elements": g.elements,
         "sampled": g.sampled,
+        "bins": 1 << g.digit_bits,
+        "search_threads": g.search_threads,
         **values,
     }
     check(guards, all_values, variant.slug)
@@ -183,6 +185,7 @@ def _plan(
             ("kBitmapWords", g.bitmap_words),
             ("kRivals", g.rivals),
             ("kSampled", g.sampled),
+            ("kAtOnce", g.at_once),
             ("kGuessShift", g.guess_shift),
             *constants,
         ),

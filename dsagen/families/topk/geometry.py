@@ -13,6 +13,7 @@ SCORE_CPP: Mapping[str, str] = {"fp32": "topk::Fp32Score", "bf16": "topk::Bf16Sc
 DIGIT_BITS = 11
 VECTOR_BYTES = 16
 WORD_BYTES = 4
+WARP_THREADS = 32
 MOST_THREADS = 1024
 SMALL_THREADS = 256
 # Of blocks that sweep a row: one to an SM, and two that wait in turn.
@@ -23,11 +24,13 @@ LIST_ELEMENTS = 8192
 RIVALS = 128
 # Vectors of 16 B that each thread adds to the sample of a long row.
 SAMPLED = 4
+# Scores of listed elements that a thread waits for together, where they come from global memory.
+AT_ONCE = 4
 # Indices are put in order so many words of bits at a time.
 STREAM_BITMAP_WORDS = 4096
-# Vectors of 16 B that a thread has on their way at a time, and where nvcc 13.0 has no registers for as many.
-IN_FLIGHT = 4
-FEWER_IN_FLIGHT: Mapping[tuple[str, str], int] = {("bf16", "sm_80"): 2}
+# Vectors of 16 B that a thread has on their way at a time; fewer where nvcc 13.0 has no registers for as many.
+IN_FLIGHT, FEWER_IN_FLIGHT = 4, 2
+FEW_REGISTERS = ("sm_80", "sm_86", "sm_89")
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,12 @@ class Geometry:
     bitmap_words: int = STREAM_BITMAP_WORDS
     rivals: int = RIVALS
     sampled: int = SAMPLED
+    at_once: int = AT_ONCE
+
+    @property
+    def search_threads(self) -> int:
+        """Threads that find a digit: as many warps as divide the bins among them, a thread for each bin of a row."""
+        return WARP_THREADS << max(0, (self.threads // WARP_THREADS).bit_length() - 1)
 
     @property
     def guess_shift(self) -> int:
@@ -78,6 +87,7 @@ class ResidentGeometry(Geometry):
     words: int = 32
     # What a block holds is so little that a vector of each thread is a good sample.
     sampled: int = 1
+    at_once: int = 1
 
     @property
     def batches(self) -> int:
@@ -108,7 +118,7 @@ def resident_geometry(score: str, smem_class: int, threads: int) -> ResidentGeom
 
 def sweeping_geometry(score: str, arch: str, threads: int = MOST_THREADS) -> Geometry:
     """The geometry of a block that sweeps a row in global memory."""
-    return Geometry(score, threads, in_flight=FEWER_IN_FLIGHT.get((score, arch), IN_FLIGHT))
+    return Geometry(score, threads, in_flight=FEWER_IN_FLIGHT if arch in FEW_REGISTERS else IN_FLIGHT)
 
 
 def resident_smem(g: ResidentGeometry) -> tuple[tuple[SmemField, ...], int]:

@@ -51,7 +51,20 @@ SELECT_GUARDS: tuple[Guard, ...] = (
         "bitmap_words % threads == 0 and 1 <= bitmap_words",
         "a bitmap of {bitmap_words} words: each of {threads} threads takes as many, so it must be a multiple",
     ),
-    Guard("TK-12", "plan", "1 <= elements", "a list of {elements} elements: must have room for one at least"),
+    Guard(
+        "TK-12",
+        "plan",
+        "1 <= elements and elements <= 32 * threads",
+        "a list of {elements} elements: must be 1 to 32 for each of {threads} threads, which have a bit for each of "
+        "theirs",
+    ),
+    Guard(
+        "TK-19",
+        "plan",
+        "search_threads <= bins",
+        "digits of {digit_bits} bits: {search_threads} threads search their {bins} bins, one each at least: use wider "
+        "digits or fewer threads",
+    ),
     Guard(
         "TK-18",
         "plan",
