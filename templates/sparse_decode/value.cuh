@@ -39,7 +39,7 @@ struct ValueWarp {
       run<Encoding>(slot, parity, buffer, round, 0, work.tiles);
     } else {
       run<Encoding>(slot, parity, buffer, round, 0, work.main_tiles);
-      if (work.main_tiles > 0) reorder_output();
+      reorder_output();
       run<ExtraEncoding>(slot, parity, buffer, round, work.main_tiles, work.tiles);
     }
   }

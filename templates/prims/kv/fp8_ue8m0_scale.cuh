@@ -18,7 +18,6 @@ struct Fp8Ue8m0Scale : Bf16Probability {
   using Row = C;
   static constexpr int kGroupDims = C::kScaleGroupDims;
   static constexpr int kGroups = C::kNopeDims / kGroupDims;
-  static constexpr int kWords = (kGroups + 3) / 4;  // of four scales
   static constexpr int kProbabilityCopies = 1;
   static constexpr bool kNormaliseQuery = true;  // q becomes f16
   static constexpr int kPlainValueDims = C::kValueDims - C::kNopeDims;
@@ -63,48 +62,21 @@ struct Fp8Ue8m0Scale : Bf16Probability {
                                                                               query_lane + 2 * C::kNopeDims, lane);
     const u32 key = rows + (lane % 16) * C::kRowPitchBytes + (lane / 16) * 16;
     const u32 scales = rows + (lane / 4) * C::kRowPitchBytes + C::kScaleOffsetBytes;
-    u32 nan[kRows][2] = {};
-    constexpr int kUnrolled = kGroups % 4 == 0 ? 1 : kWords;
-#pragma unroll kUnrolled
-    for (int word = 0; word < kWords; ++word) {
-      u32 scale[kRows][2];
-#pragma unroll
-      for (int m = 0; m < kRows; ++m)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          u32 w = ptx::load_shared_4(scales + (16 * m + 8 * half) * C::kRowPitchBytes + 4 * word);
-          if (4 * word + 4 > kGroups) w &= 0xffffffffu >> 8 * (4 * word + 4 - kGroups);  // padding is no scale
-          scale[m][half] = w;
-          nan[m][half] |= (~w - 0x01010101u) & w & 0x80808080u;  // not 0 where a byte is 255
-        }
-      constexpr int kTogether = C::kGroupsTogether;
-#pragma unroll
-      for (int first = 0; first < 4; first += kTogether)
-        if (4 * word + first + kTogether <= kGroups)
-          add_groups<kTogether>(s, scale, key, query_lane, word, first);
-        else if (4 * word + first < kGroups)
-          add_groups<1>(s, scale, key, query_lane, word, first);
-    }
-#pragma unroll
-    for (int m = 0; m < kRows; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float invalid = ptx::float_of(nan[m][half] != 0 ? 0x7fffffffu : 0);
-#pragma unroll
-        for (int j = 0; j < kTiles; ++j) s[m][j][2 * half] += invalid, s[m][j][2 * half + 1] += invalid;
-      }
+    constexpr int kTogether = C::kGroupsTogether, kWhole = kGroups / kTogether * kTogether;
+#pragma unroll 1
+    for (int g = 0; g < kWhole; g += kTogether) add_groups<kTogether>(s, scales, key, query_lane, g);
+    if constexpr (kWhole < kGroups) add_groups<kGroups - kWhole>(s, scales, key, query_lane, kWhole);
   }
 
-  // Groups 4 word + first and those behind it; each is a chain of its own, so that none waits for itself.
+  // Groups g .. g + kTogether - 1; each is a chain of its own, so that none waits for itself.
   template <int kTogether, int kRows, int kTiles>
-  static DSA_DEVICE void add_groups(float (&s)[kRows][kTiles][4], const u32 (&scale)[kRows][2], u32 key, u32 query_lane,
-                                    int word, int first) {
+  static DSA_DEVICE void add_groups(float (&s)[kRows][kTiles][4], u32 scales, u32 key, u32 query_lane, int g) {
     float acc[kTogether][kRows][kTiles][4] = {};
 #pragma unroll
     for (int pair = 0; pair < kGroupDims / 32; ++pair)  // of k steps
 #pragma unroll
       for (int t = 0; t < kTogether; ++t) {
-        const int column = (4 * word + first + t) * kGroupDims + 32 * pair;
+        const int column = (g + t) * kGroupDims + 32 * pair;
         Words4 b[kTiles];
         u32 a[kRows][2][4];
 #pragma unroll
@@ -128,23 +100,33 @@ struct Fp8Ue8m0Scale : Bf16Probability {
             }
       }
 #pragma unroll
-    for (int t = 0; t < kTogether; ++t)
+    for (int m = 0; m < kRows; ++m)
 #pragma unroll
-      for (int m = 0; m < kRows; ++m)
+      for (int half = 0; half < 2; ++half) {
+        const u32 bytes = load_scales<kTogether>(scales + (16 * m + 8 * half) * C::kRowPitchBytes + g);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const float factor = power_of(scale[m][half], first + t) * kKeyScale;
+        for (int t = 0; t < kTogether; ++t) {
+          const float factor = power_of(bytes, t) * kKeyScale;
 #pragma unroll
           for (int j = 0; j < kTiles; ++j)
 #pragma unroll
             for (int e = 0; e < 2; ++e) s[m][j][2 * half + e] = acc[t][m][j][2 * half + e] * factor + s[m][j][2 * half + e];
         }
+      }
   }
 
-  // The power of two that a byte of a word stands for: its exponent, 2^-127 for 0. (255 is NaN, which score() adds.)
+  // Scales of kCount groups, in the low bytes; kCount is a power of two and the address a multiple of it.
+  template <int kCount>
+  static DSA_DEVICE u32 load_scales(u32 address) {
+    static_assert(kCount == 1 || kCount == 2 || kCount == 4);
+    return kCount == 4 ? ptx::load_shared_4(address) : kCount == 2 ? ptx::load_shared_2(address) : ptx::load_shared_1(address);
+  }
+
+  // The power of two that a byte of a word stands for: its exponent, 2^-127 for 0, NaN for 255 (infinity times 0).
   static DSA_DEVICE float power_of(u32 word, int byte) {
     const u32 bits = (byte == 3 ? word >> 1 : word << (23 - 8 * byte)) & 0x7f800000u;
-    return ptx::float_of(bits > 0x00400000u ? bits : 0x00400000u);
+    const float power = ptx::float_of(bits > 0x00400000u ? bits : 0x00400000u);
+    return power * 0.0f + power;
   }
 
   static constexpr int kBlocksPerLoad = 2;  // m16 blocks that one call of Values::load yields
@@ -163,11 +145,8 @@ struct Fp8Ue8m0Scale : Bf16Probability {
       const u32 at = rows + 2 * (lane % 4) * C::kRowPitchBytes + C::kScaleOffsetBytes + dim / kGroupDims;
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-        scale[half] = load_scales(at + 8 * half * C::kRowPitchBytes) | load_scales(at + (8 * half + 1) * C::kRowPitchBytes) << 16;
-    }
-
-    static DSA_DEVICE u32 load_scales(u32 address) {
-      return kWarpGroups == 2 ? ptx::load_shared_2(address) : ptx::load_shared_1(address);
+        scale[half] = load_scales<kWarpGroups>(at + 8 * half * C::kRowPitchBytes) |
+                      load_scales<kWarpGroups>(at + (8 * half + 1) * C::kRowPitchBytes) << 16;
     }
 
     // The scales of a block's dims, as bf16 of two tokens.
