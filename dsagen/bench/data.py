@@ -23,8 +23,11 @@ from dsagen.kv_format import KvFormat, kv_format
 POOL_TOKENS = 8 << 20
 TEMPLATE_TOKENS = 1 << 16
 
-# Gives scores a standard deviation of about 1.4: a softmax that is neither flat nor one-hot.
+# Gives scores of V32 rows a standard deviation of about 1.4: a softmax that is neither flat nor one-hot.
 _Q_DEVIATION = 8.0
+
+# Of rows that a writer quantises: the same for them.
+_ROW_DEVIATION = 0.175
 
 # Random keys drawn at once while ids are selected: 512 MB of fp32.
 _MAX_KEYS = 1 << 27
@@ -185,7 +188,7 @@ def _paged_pool(
     """Tensors of a pool: pages with what a writer of the format makes of normal rows, repeated."""
     pages, device = -(-rows // page_size), generator.device
     template = allocate_cache(record, pages, page_size, device)
-    x = _normal((pages * page_size, record.d_qk), generator, 0.3).bfloat16()
+    x = _normal((pages * page_size, record.d_qk), generator, _ROW_DEVIATION).bfloat16()
     ids = torch.arange(pages * page_size, device=device)
     write_tokens(record, template, ids, quantise_rows(record, x, natural_rule(record)))
     return {name: _repeat_pages(cache, tokens // page_size) for name, cache in template.items()}

@@ -115,6 +115,10 @@ def preferred_shapes(caches: Caches, heads_n: int, arch: Arch) -> Iterator[Geome
     elif arch.has_setmaxnreg:
         # Found by compiling without spills; on sm_90a 64 scaled heads also ran 1.35 times slower with the first deal.
         registers = (176, 136, 24) if full and not (hopper and raw_keys) else (168, 152, 24)
+    # Narrow scale groups have few matrix steps each, so that more of them have to run side by side.
+    together = 2 if registers and not many else 1
+    if registers and (full or not many) and any(rows.encoding.narrow_groups for rows in caches.each):
+        together *= 2
     # Two token blocks a warp halve its head tiles, and with them the query fragments that it holds.
     warp_blocks = 2 if full or (many and not hopper) else 1
     tiles: tuple[tuple[int, int, int], ...] = ((64, 2, 4), (64, 1, 4), (32, 2, 3), (32, 1, 3), (32, 1, 2))
@@ -129,7 +133,7 @@ def preferred_shapes(caches: Caches, heads_n: int, arch: Arch) -> Iterator[Geome
                 stages=stages,
                 warp_blocks=warp_blocks,
                 probability_buffers=buffers,
-                groups_together=2 if registers and not many else 1,
+                groups_together=together,
                 bulk=arch.has_bulk_copy,
                 registers=registers,
             )

@@ -25,12 +25,14 @@ class Encoding:
 
     `scaled_copies` copies of the probabilities carry the scales of as many groups of value dims, 0 where scales are
     applied elsewhere or there are none. `raw_keys`: keys become operands from their codes, not by plain matrix loads.
+    `narrow_groups`: scores are scaled group by group, and groups have two matrix steps.
     """
 
     template: str
     header: str
     scaled_copies: int = 0
     raw_keys: bool = True
+    narrow_groups: bool = False
     lazy_threshold: float = LAZY_THRESHOLD
 
     @property
@@ -136,7 +138,7 @@ def encoding_of(record: KvFormat) -> Encoding | str:
     if values is E4M3 and kind in (ScaleKind.FP32, ScaleKind.FP32_POW2) and group_dims == 128:
         return Encoding("kv::Fp8Fp32Scale", "prims/kv/fp8_fp32_scale.cuh", scaled_copies=record.scale_groups)
     if values is E4M3 and kind is ScaleKind.UE8M0 and group_dims in (32, 64):
-        return Encoding("kv::Fp8Ue8m0Scale", "prims/kv/fp8_ue8m0_scale.cuh")
+        return Encoding("kv::Fp8Ue8m0Scale", "prims/kv/fp8_ue8m0_scale.cuh", narrow_groups=group_dims == 32)
     if values is E2M1 and kind is ScaleKind.E4M3 and group_dims == 16:
         return Encoding("kv::Fp4E4m3Scale", "prims/kv/fp4_e4m3_scale.cuh")
     if values is BF16 and kind is ScaleKind.NONE:
