@@ -113,20 +113,23 @@ def nibbles(code: np.ndarray) -> np.ndarray:
     return word
 
 
-@pytest.mark.parametrize(("arch", "nan"), [("sm_90a", np.nan), ("sm_80", 480.0)])
+@pytest.mark.parametrize(("arch", "factor", "nan"), [("sm_90a", 2.0**6, np.nan), ("sm_80", 2.0**14, 480.0)])
 @pytest.mark.parametrize("j", range(4))
-def test_keys_of_fp4(j: int, arch: str, nan: float) -> None:
+def test_keys_of_fp4(j: int, arch: str, factor: float, nan: float) -> None:
     code = np.arange(16, dtype=np.uint32)
     statement = f"""
       u32 low, high;
       kv::Fp4E4m3Scale<Row>::key_scales(s | s << 16, low, high);
       const u32 factor = ptx::permute_bytes(i % 2 ? low : high, 0, 0x1010);
-      x = ptx::mul_f16x2(kv::Fp4E4m3Scale<Row>::code_pair<9>(w, {j}), factor);
+      u32 pair[4];
+      kv::Fp4E4m3Scale<Row>::key_pairs(w, pair);
+      x = ptx::mul_f16x2(pair[{j}], factor);
     """
-    found = f16(words(FP4, statement, nibbles(code), 128, arch)) * 2.0**14
+    found = f16(words(FP4, statement, nibbles(code), 128, arch)) * factor
     scales = values(UE4M3)[:128]
     scales[0x7F] = nan
-    pair = np.stack((values(E2M1)[(code + j) % 16], values(E2M1)[(code + j + 4) % 16]), -1)
+    first, second = (j, j + 4) if arch == "sm_80" else ((0, 2), (4, 6), (1, 3), (5, 7))[j]
+    pair = np.stack((values(E2M1)[(code + first) % 16], values(E2M1)[(code + second) % 16]), -1)
     same(found, pair[None] * scales[:, None, None])
 
 

@@ -15,23 +15,22 @@ struct Fp4E4m3Scale : Bf16Probability {
   using Row = C;
   static constexpr int kProbabilityCopies = 1;
   static constexpr bool kNormaliseQuery = true;  // q becomes f16
-  // Keys are 2^-14 of their value. Values are 2^-119 of theirs; the probabilities return 2^59, the output factor 2^60.
-  static constexpr float kKeyFactor = 0x1p14f;
+  // Values enter the product as 2^-119 of themselves; the probabilities return 2^59, the output factor 2^60.
   static constexpr float kProbabilityScale = 0x1p59f;
   static constexpr float kOutputScale = 0x1p60f;
   static_assert(C::kScaleGroupDims == 16 && C::kRopeDims == 0 && C::kNopeDims % 64 == 0 && C::kValueDims <= C::kNopeDims);
 
   // Eight bf16 q values of dims 8 chunk.. -> query image, times `factor` (a power of two). A key word holds the dims
-  // 32 j + 8 c .. + 7 of lane column c; the pairs that code_pairs makes of it go to k = 2 c and 2 c + 8 of k step 2 j, then
+  // 32 j + 8 c .. + 7 of lane column c; the pairs that key_pairs makes of it go to k = 2 c and 2 c + 8 of k step 2 j, then
   // of the next.
   static DSA_DEVICE void stage_query(u32 image_row, int chunk, Words4 q, float factor) {
     const u32 at = image_row + chunk / 4 * 64 + chunk % 4 * 4;
-    const u32 low = f16_query(q.x, factor), low2 = f16_query(q.y, factor);
-    const u32 high = f16_query(q.z, factor), high2 = f16_query(q.w, factor);
-    ptx::store_shared_4(at, ptx::permute_bytes(low, high, 0x5410));
-    ptx::store_shared_4(at + 16, ptx::permute_bytes(low, high, 0x7632));
-    ptx::store_shared_4(at + 32, ptx::permute_bytes(low2, high2, 0x5410));
-    ptx::store_shared_4(at + 48, ptx::permute_bytes(low2, high2, 0x7632));
+    const u32 dims[4] = {f16_query(q.x, factor), f16_query(q.y, factor), f16_query(q.z, factor), f16_query(q.w, factor)};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int low = key_nibble(i, 0), high = key_nibble(i, 1);
+      ptx::store_shared_4(at + 16 * i, ptx::permute_bytes(dims[low / 2], dims[high / 2], low % 2 == 0 ? 0x5410 : 0x7632));
+    }
   }
 
   static DSA_DEVICE float scale(u32, int) { return 1.0f; }
@@ -46,10 +45,26 @@ struct Fp4E4m3Scale : Bf16Probability {
     return (sign & 0x80008000u) | (magnitude & 0x00070007u << kTop);
   }
 
-  // Four scales in the bytes of a word as f16: bytes 0 and 1, bytes 2 and 3.
 #if __CUDA_ARCH__ >= 890
+  // The codes of a word as f16 pairs, times 1 / kKeyFactor, by way of e4m3: e2m1's exponent field lands in the low bits of
+  // its one. Pair i holds nibbles key_nibble(i, 0) and key_nibble(i, 1): even ones first.
+  static constexpr float kKeyFactor = 0x1p6f;
+  static constexpr DSA_DEVICE int key_nibble(int i, int half) { return 4 * (i % 2) + i / 2 + 2 * half; }
+  static DSA_DEVICE void key_pairs(u32 w, u32 (&pair)[4]) {
+    ptx::e4m3_to_f16((w << 4 & 0x80808080u) | (w << 2 & 0x1c1c1c1cu), pair[0], pair[1]);
+    ptx::e4m3_to_f16((w & 0x80808080u) | (w >> 2 & 0x1c1c1c1cu), pair[2], pair[3]);
+  }
+
+  // Four scales in the bytes of a word as f16: bytes 0 and 1, bytes 2 and 3.
   static DSA_DEVICE void key_scales(u32 w, u32& low, u32& high) { ptx::e4m3_to_f16(w, low, high); }
 #else
+  static constexpr float kKeyFactor = 0x1p14f;
+  static constexpr DSA_DEVICE int key_nibble(int i, int half) { return i + 4 * half; }
+  static DSA_DEVICE void key_pairs(u32 w, u32 (&pair)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) pair[i] = code_pair<9>(w, i);
+  }
+
   // Shifted into f16's exponent field a scale reads 2^-8 of its value. Code 0x7f (NaN) reads as 480 here.
   static DSA_DEVICE void key_scales(u32 w, u32& low, u32& high) {
     low = ptx::mul_f16x2((w & 0x7fu) << 7 | (w & 0x7f00u) << 15, 0x5c005c00u);
@@ -89,18 +104,20 @@ struct Fp4E4m3Scale : Bf16Probability {
         for (int j = 0; j < kTiles; ++j)
           b[j] = ptx::load_matrix_x4(query_lane + j * 8 * C::kQueryPitchBytes + 2 * (column + 32 * part));
 #pragma unroll
-        for (int i = 0; i < 2; ++i)
+        for (int m = 0; m < kRows; ++m) {
+          u32 low[4], high[4];
+          key_pairs(part == 0 ? w[m].x : w[m].z, low);
+          key_pairs(part == 0 ? w[m].y : w[m].w, high);
 #pragma unroll
-          for (int m = 0; m < kRows; ++m) {
-            const u32 low = part == 0 ? w[m].x : w[m].z, high = part == 0 ? w[m].y : w[m].w;
-            const u32 a[4] = {ptx::mul_f16x2(code_pair<9>(low, 2 * i), factor[m][0][part]),
-                              ptx::mul_f16x2(code_pair<9>(high, 2 * i), factor[m][1][part]),
-                              ptx::mul_f16x2(code_pair<9>(low, 2 * i + 1), factor[m][0][part]),
-                              ptx::mul_f16x2(code_pair<9>(high, 2 * i + 1), factor[m][1][part])};
+          for (int i = 0; i < 2; ++i) {
+            const u32 a[4] = {ptx::mul_f16x2(low[2 * i], factor[m][0][part]), ptx::mul_f16x2(high[2 * i], factor[m][1][part]),
+                              ptx::mul_f16x2(low[2 * i + 1], factor[m][0][part]),
+                              ptx::mul_f16x2(high[2 * i + 1], factor[m][1][part])};
 #pragma unroll
             for (int j = 0; j < kTiles; ++j)
               ptx::mma_f16(acc[i % kChains][m][j], a[0], a[1], a[2], a[3], i == 0 ? b[j].x : b[j].z, i == 0 ? b[j].y : b[j].w);
           }
+        }
       }
     }
 #pragma unroll
