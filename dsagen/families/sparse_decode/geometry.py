@@ -115,6 +115,10 @@ def preferred_shapes(caches: Caches, heads_n: int, arch: Arch) -> Iterator[Geome
     together = 2 if registers and not many else 1
     if registers and (full or not many) and any(rows.encoding.narrow_groups for rows in caches.each):
         together *= 2
+    if hopper and 16 < heads_n <= EVEN_DEAL_HEADS and all(rows.encoding.heavy_keys for rows in caches.each):
+        # Two score warps a scheduler; with at most 16 heads others are what waits.
+        for stages in range(MAX_STAGES, 4, -1):
+            yield Geometry(heads_n, 128, stages, score_warps=8, bulk=True, registers=(104, 120, 24))
     # Two token blocks a warp halve its head tiles, and with them the query fragments that it holds.
     warp_blocks = 2 if full or (many and not hopper) else 1
     tiles: tuple[tuple[int, int, int], ...] = ((64, 2, 4), (64, 1, 4), (32, 2, 3), (32, 1, 3), (32, 1, 2))
