@@ -8,7 +8,7 @@ import torch
 
 from dsagen.bench import run, topk_run
 from dsagen.bench.figures import DecodeFigures, Figures
-from dsagen.bench.run import Progress, Records
+from dsagen.bench.run import Progress, Records, Wrong, raise_wrong
 from dsagen.bench.topk_figures import TopkFigures
 from dsagen.errors import DeviceError, SpecError
 from dsagen.spec import DeploymentSpec
@@ -23,12 +23,14 @@ def run_sweep(
     seed: int = 0,
     records: Records | None = None,
     progress: Progress = lambda _: None,
+    wrong: Wrong = raise_wrong,
 ) -> list[Figures]:
     """Measure every case of the specs' ops on the current device.
 
-    `records` maps a case's key to the GPU time of its last record. Raises DeviceError without a device that the
-    specs declare, SpecError for a spec without an op that is measured, CheckFailed when an output is wrong. A peer that
-    is missing, refuses or is wrong becomes a note.
+    `records` maps a case's key to the GPU time of its last record. Cases with a wrong output are left out, and what is
+    wrong goes to `wrong`, which raises CheckFailed unless given. Raises DeviceError without a device that the specs
+    declare, SpecError for a spec without an op that is measured. A peer that is missing, refuses or is wrong becomes a
+    note.
     """
     for spec in specs:
         if not set(MEASURED_OPS) & set(spec.ops):
@@ -39,11 +41,13 @@ def run_sweep(
     known = records or {}
     decoding = [spec for spec in specs if DecodeFigures.op in spec.ops]
     figures: list[Figures] = list(
-        run.sweep_decode(decoding, with_peers=with_peers, seed=seed, records=known, progress=progress)
+        run.sweep_decode(decoding, with_peers=with_peers, seed=seed, records=known, progress=progress, wrong=wrong)
     )
     for spec in specs:
         if TopkFigures.op in spec.ops:
-            figures += topk_run.sweep_topk(spec, with_peers=with_peers, seed=seed, records=known, progress=progress)
+            figures += topk_run.sweep_topk(
+                spec, with_peers=with_peers, seed=seed, records=known, progress=progress, wrong=wrong
+            )
     return figures
 
 

@@ -150,7 +150,9 @@ def bench(specs: tuple[str, ...], peers: bool, record: Path | None, quiet: bool,
         selection.matrix.require_complete()
     loaded = [selection.spec for selection in selections]
     records = last_times_us(current_device_name(), record)
-    figures = run_sweep(loaded, with_peers=peers, records=records, progress=_say_nothing if quiet else _say)
+    wrong: list[str] = []
+    say = _say_nothing if quiet else _say
+    figures = run_sweep(loaded, with_peers=peers, records=records, progress=say, wrong=wrong.append)
     files: set[Path] = set()
     for spec in loaded:
         own = [found for found in figures if found.spec == spec.name]
@@ -164,6 +166,8 @@ def bench(specs: tuple[str, ...], peers: bool, record: Path | None, quiet: bool,
         echo_lines(slower)
     else:
         echo_lines([*slower, f"recorded in {', '.join(sorted(map(str, files)))}"])
+    if wrong:
+        raise CheckFailed("\n  ".join((f"{len(wrong)} cases gave wrong outputs:", *wrong)))
 
 
 def _say(text: str) -> None:

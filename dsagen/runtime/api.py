@@ -180,11 +180,14 @@ class Kernels(CacheOps, TopkOps):
         batch: int,
         s_q: int = 1,
         topk: int | None = None,
+        extra_topk: int | None = None,
         num_splits: int | None = None,
         width: int | None = None,
         device: Device | None = None,
     ) -> str:
         """Which kernel a call of that shape takes and why: guards of each candidate, partition, workspace.
+
+        Of sparse decode, `topk` and `extra_topk` are the capacities of the spec unless given.
 
         A call of topk has batch x s_q rows of `width` scores and `topk` slots in each, one of kv_cache batch x s_q
         rows; they have no splits.
@@ -205,7 +208,9 @@ class Kernels(CacheOps, TopkOps):
             wanted = TopkShape(rows, require_int("width", width), slots, capacity)
             plans = {role: plans for (name, role), plans in kernels.by_role.items() if name == TOPK_OP}
             return f"{head}\n{explain_call(plans, wanted, facts.sm_count)}"
-        shape = self._shape(batch, s_q, self.spec.topk if topk is None else topk)
+        if extra_topk is None:
+            extra_topk = self.spec.extra_topk
+        shape = self._shape(batch, s_q, self.spec.topk if topk is None else topk, extra_topk)
         judged = self._judge(kernels, shape, num_splits)
         combine = next(
             (f"combine: {kernels.combine.slug}" for c in judged if not c.refusals and c.partition.combine_ctas), ""
@@ -213,12 +218,20 @@ class Kernels(CacheOps, TopkOps):
         return "\n".join(filter(None, (head, explain_choice(judged, shape), combine)))
 
     def sparse_decode_workspace_bytes(
-        self, batch: int, s_q: int, topk: int, *, num_splits: int | None = None, device: Device | None = None
+        self,
+        batch: int,
+        s_q: int,
+        topk: int,
+        *,
+        extra_topk: int = 0,
+        num_splits: int | None = None,
+        device: Device | None = None,
     ) -> int:
         """Bytes of the workspace that a plan of that shape needs; 0 where rows are not split. Allocates nothing."""
         self._require_op(OP)
         kernels = self._on(self._ordinal(device))
-        return choose(self._judge(kernels, self._shape(batch, s_q, topk), num_splits)).partition.workspace_bytes
+        shape = self._shape(batch, s_q, topk, extra_topk)
+        return choose(self._judge(kernels, shape, num_splits)).partition.workspace_bytes
 
     def plan_sparse_decode(
         self,
@@ -226,11 +239,13 @@ class Kernels(CacheOps, TopkOps):
         s_q: int,
         topk: int,
         *,
+        extra_topk: int = 0,
         num_splits: int | None = None,
         workspace: torch.Tensor | None = None,
         device: Device | None = None,
     ) -> SparseDecodePlan:
-        """A plan for calls with q [batch, s_q, heads, d_qk] and indices [batch, s_q, topk].
+        """A plan for calls with q [batch, s_q, heads, d_qk], indices [batch, s_q, topk] and, unless `extra_topk` is 0,
+        extra_indices [batch, s_q, extra_topk].
 
         `num_splits` overrides the spec's mode. `workspace` is uint8 memory of at least `sparse_decode_workspace_bytes`,
         which must serve no other plan at the same time; without it the plan allocates its own. Loads kernels that are
@@ -240,14 +255,16 @@ class Kernels(CacheOps, TopkOps):
         kernels = self._on(self._ordinal(device))
         if self._driver.is_capturing(kernels.ordinal):
             raise FrozenError(
-                f"sparse_decode: no plan for batch {batch}, s_q {s_q}, topk {topk} exists, and making one during CUDA "
+                f"sparse_decode: no plan for batch {batch}, s_q {s_q}, topk {topk}"
+                f"{f' + {extra_topk}' if extra_topk else ''} exists, and making one during CUDA "
                 "graph capture is not possible: call plan_sparse_decode before the capture and pass its plan"
             )
-        chosen = choose(self._judge(kernels, self._shape(batch, s_q, topk), num_splits))
+        chosen = choose(self._judge(kernels, self._shape(batch, s_q, topk, extra_topk), num_splits))
         main = self._loader.load(chosen.plan, kernels.ordinal)
         combine = self._loader.load(kernels.combine, kernels.ordinal) if chosen.partition.combine_ctas else None
+        shape = (batch, s_q, topk, extra_topk)
         return SparseDecodePlan(
-            self.spec, self._driver, (batch, s_q, topk), chosen.partition, main, combine, workspace, self._debug_sync
+            self.spec, self._driver, shape, chosen.partition, main, combine, workspace, self._debug_sync
         )
 
     def sparse_decode(
@@ -259,6 +276,11 @@ class Kernels(CacheOps, TopkOps):
         plan: SparseDecodePlan | None = None,
         topk_length: torch.Tensor | None = None,
         attn_sink: torch.Tensor | None = None,
+        extra_k_cache: torch.Tensor | None = None,
+        extra_indices: torch.Tensor | None = None,
+        extra_topk_length: torch.Tensor | None = None,
+        kpe_cache: torch.Tensor | None = None,
+        extra_kpe_cache: torch.Tensor | None = None,
         softmax_scale: float | None = None,
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
@@ -272,6 +294,9 @@ class Kernels(CacheOps, TopkOps):
           masked; with DSAGEN_CHECK_INDICES they are an error, at the price of waiting for the device
         - topk_length: int32 [batch] or [batch, s_q], live columns of each row; bounded to 0..topk (checked likewise)
         - attn_sink: fp32 [heads], natural-log logits of a sink without value
+        - extra_k_cache, extra_indices [batch, s_q, extra_topk], extra_topk_length: a second cache in the same softmax,
+          of the spec's extra_kv, with pages, list and lengths of its own; a call may leave it out
+        - kpe_cache, extra_kpe_cache: the rotary dims of formats that keep them in a tensor of their own
         - softmax_scale: the model's by default
         - out, lse: destinations, allocated where not given
 
@@ -282,7 +307,10 @@ class Kernels(CacheOps, TopkOps):
         capture, DeviceError when the driver refuses.
         """
         self._require_op(OP)
-        tensors = DecodeTensors(q, k_cache, indices, topk_length, attn_sink, out, lse)
+        tensors = DecodeTensors(
+            q, k_cache, indices, topk_length, attn_sink, out, lse,
+            kpe_cache, extra_k_cache, extra_indices, extra_topk_length, extra_kpe_cache,
+        )  # fmt: skip
         binding = self._binder.bind(tensors)
         scale = self.spec.sm_scale if softmax_scale is None else require_scale(softmax_scale)
         ordinal = self._driver.ordinal(binding.device)
@@ -291,7 +319,8 @@ class Kernels(CacheOps, TopkOps):
         if plan is None:
             if binding.batch * binding.s_q == 0:
                 return make_outputs(tensors, self.spec.dims.d_v)
-            plan = self._shared_plan(PlanKey(binding.batch, binding.s_q, binding.topk, ordinal, stream))
+            shape = (binding.batch, binding.s_q, binding.topk, binding.extra_topk)
+            plan = self._shared_plan(PlanKey(*shape, ordinal, stream))
         else:
             self._require_own(plan)
             plan.require_shape(binding)
@@ -301,7 +330,7 @@ class Kernels(CacheOps, TopkOps):
             self._check_values(tensors, ordinal)
         results = make_outputs(tensors, self.spec.dims.d_v)
         if rows:
-            call = call_arguments(tensors, *results, scale)
+            call = call_arguments(self.spec, tensors, *results, scale)
             plan.launch(binding.arguments, call, stream, (*tensors, *results))
         return results
 
@@ -309,7 +338,9 @@ class Kernels(CacheOps, TopkOps):
         with self._lock:
             plan = self._plans.get(key)
             if plan is None:
-                plan = self.plan_sparse_decode(key.batch, key.s_q, key.topk, device=key.ordinal)
+                plan = self.plan_sparse_decode(
+                    key.batch, key.s_q, key.topk, extra_topk=key.extra_topk, device=key.ordinal
+                )
                 self._plans.add(key, plan)
             elif self._driver.is_capturing(key.ordinal):
                 self._plans.pin(key)
@@ -336,13 +367,13 @@ class Kernels(CacheOps, TopkOps):
                 f"[T-11] {op}: the spec {self.spec.name} declares ops {', '.join(self.spec.ops)}: add it there"
             )
 
-    def _shape(self, batch: int, s_q: int, topk: int) -> DecodeShape:
-        return DecodeShape(batch, s_q, self.spec.heads, topk)
+    def _shape(self, batch: int, s_q: int, topk: int, extra_topk: int) -> DecodeShape:
+        return DecodeShape(batch, s_q, self.spec.heads, topk, extra_topk)
 
     def _judge(self, kernels: DeviceKernels, shape: DecodeShape, num_splits: int | None) -> tuple[Candidate, ...]:
-        spec = self.spec
-        sm_count = kernels.facts.sm_count
-        return candidates(kernels.mains, shape, spec.topk, sm_count, spec.determinism, num_splits)
+        spec, sm_count = self.spec, kernels.facts.sm_count
+        capacities = (spec.topk, spec.extra_topk)
+        return candidates(kernels.mains, shape, capacities, sm_count, spec.determinism, num_splits)
 
     def _on(self, ordinal: int) -> DeviceKernels:
         """The deployment's kernels for a device; DeviceError when its arch is not among them."""
