@@ -7,11 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from dsagen import knobs
 from dsagen.build import find_toolchain
 from dsagen.errors import ToolchainError
 from dsagen.runtime.survey import survey_devices
+
+# A deadline says how busy the machine is, and nothing of the code.
+settings.register_profile("dsagen", deadline=None)
+settings.load_profile("dsagen")
 
 NOT_RUN: dict[str, list[str]] = {"gpu": [], "compile": []}
 

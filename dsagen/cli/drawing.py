@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from dsagen.cli.table import aligned
@@ -12,6 +13,8 @@ from dsagen.plan import KernelPlan
 from dsagen.render import leading_comment
 
 BAR_CELLS = 32
+WARP = 32
+_ROLE_REGISTERS = re.compile(r"k(?!Compiled)([A-Z]\w*)Registers")
 
 
 def plan_lines(plan: KernelPlan, launch_guards: Sequence[Guard], registers: int | None) -> list[str]:
@@ -21,6 +24,7 @@ def plan_lines(plan: KernelPlan, launch_guards: Sequence[Guard], registers: int 
         ("launch", launch_lines(plan, registers)),
         ("budget", aligned(plan.budget)),
         ("of a multiprocessor", occupancy_lines(plan)),
+        ("registers by role", register_lines(plan)),
         ("shared memory", smem_lines(plan)),
         ("pipeline", pipeline_lines(plan)),
         ("argument block", params_lines(plan)),
@@ -59,7 +63,32 @@ def occupancy_lines(plan: KernelPlan) -> list[str]:
         amount = f"{taken} of {use.per_sm} {use.unit}".rstrip()
         rows.append([use.name, _bar(0, taken, use.per_sm), amount, f"room for {use.allows}"])
     bounds = [use.name for use in resources(plan) if use.allows <= count]
-    return [*aligned(rows), f"{count} blocks at once, bounded by {' and '.join(bounds)}"]
+    return [*aligned(rows), f"{count} block{'s' if count > 1 else ''} at once, bounded by {' and '.join(bounds)}"]
+
+
+def register_shares(plan: KernelPlan) -> list[tuple[str, int, int]]:
+    """(role, warps, registers a thread) where warps hand registers to each other; none elsewhere.
+
+    A role's constants are `k<Role>Registers` and `k<Role>Warps`; the one without a number of warps has the rest.
+    """
+    if not plan.moves_registers:
+        return []
+    constants = dict(plan.constants)
+    found = [(match[1], int(constants[name])) for name in constants if (match := _ROLE_REGISTERS.fullmatch(name))]
+    warps = {role: int(constants.get(f"k{role}Warps", 0)) for role, _ in found}
+    rest = plan.threads // WARP - sum(warps.values())
+    return [(role.lower(), warps[role] or rest, registers) for role, registers in found]
+
+
+def register_lines(plan: KernelPlan) -> list[str]:
+    """A bar per role of the registers that its warps have, side by side as they share a block's."""
+    rows, begin, total = [], 0, plan.threads * plan.registers_cap
+    for role, warps, registers in register_shares(plan):
+        end = begin + warps * WARP * registers
+        amount = f"{warps} warps x {WARP} x {registers} = {end - begin}"
+        rows.append([role, _bar(begin, end, total), amount])
+        begin = end
+    return aligned(rows)
 
 
 def pipeline_lines(plan: KernelPlan) -> list[str]:

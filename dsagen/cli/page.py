@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dsagen.arch import DeviceFigures, arch
 from dsagen.cli.charts import Point, Roof, memory_map, roofline, share_bar
-from dsagen.cli.drawing import guard_lines, launch_lines, pipeline_lines
+from dsagen.cli.drawing import WARP, guard_lines, launch_lines, pipeline_lines, register_shares
 from dsagen.cli.selection import Selection, describe_spec
 from dsagen.limits import BUILD_GUARDS, CALL_RULES, LOAD_GUARDS
 from dsagen.occupancy import resident_ctas, resources
@@ -111,7 +111,17 @@ def _occupancy(plan: KernelPlan) -> str:
         ]
         for use in resources(plan)
     ]
-    return f"<h3>Of a multiprocessor: {count} block{'s' if count > 1 else ''} at once</h3>{_table((), rows)}"
+    total = plan.threads * plan.registers_cap
+    roles = [
+        [
+            f"registers of {escape(role)}",
+            share_bar(warps * WARP * registers, total),
+            f"{warps} warps x {WARP} x {registers}",
+            f"{warps * WARP * registers} of {total}",
+        ]
+        for role, warps, registers in register_shares(plan)
+    ]
+    return f"<h3>Of a multiprocessor: {count} block{'s' if count > 1 else ''} at once</h3>{_table((), rows + roles)}"
 
 
 def _budget(plan: KernelPlan) -> str:

@@ -102,7 +102,7 @@ def test_figures_know_their_kernels():
     plans = expand(bf16.measured_spec(SPEC)).plans()
     assert all("bf16" in plan.slug for plan in plans)
     ran = replace(bf16, slugs=tuple(plan.slug for plan in plans[3:]))
-    assert [ran.took_part(plan) for plan in plans] == [False] * 3 + [True] * 2
+    assert [ran.took_part(plan) for plan in plans] == [False] * 3 + [True] * (len(plans) - 3)
     assert not any(bf16.took_part(plan) for plan in plans)
 
 

@@ -13,7 +13,7 @@ import pytest
 from dsagen.arch import H200
 from dsagen.cli import main
 from dsagen.cli.charts import WIDTH, Point, Roof, memory_map, roofline
-from dsagen.cli.drawing import occupancy_lines, pipeline_lines
+from dsagen.cli.drawing import occupancy_lines, pipeline_lines, register_lines, register_shares
 from dsagen.evidence import load_evidence, row_for
 from dsagen.matrix import expand
 from dsagen.occupancy import resident_ctas, resources
@@ -166,13 +166,31 @@ def test_the_shared_memory_map_is_to_scale():
 def test_a_multiprocessor_is_drawn_with_what_bounds_it():
     plan = expand(load_spec("v32_h16")).plans()[0]
     lines = occupancy_lines(plan)
-    assert lines[-1] == "1 blocks at once, bounded by shared memory and registers"
+    assert lines[-1] == "1 block at once, bounded by shared memory and registers"
     assert "512 of 2048" in lines[2] and "|########" in lines[2] and "room for 4" in lines[2]
     for name in shipped_specs():
         for plan in expand(load_spec(name)).plans():
             count = resident_ctas(plan)
             assert all(count * use.per_block <= use.per_sm for use in resources(plan))
             assert any((count + 1) * use.per_block > use.per_sm for use in resources(plan))
+
+
+def test_registers_are_drawn_by_role_where_they_move():
+    lines = register_lines(expand(load_spec("v32_h16")).plans()[0])
+    assert [line.split("  ")[0] for line in lines] == ["value", "score", "producer"]
+    assert lines[0].endswith("8 warps x 32 x 128 = 32768") and "|################ " in lines[0]
+    moving = 0
+    for name in shipped_specs():
+        for plan in expand(load_spec(name)).plans():
+            shares = register_shares(plan)
+            moving += bool(shares)
+            assert bool(shares) is plan.moves_registers
+            if shares:
+                assert sum(warps for _, warps, _ in shares) == plan.threads // 32
+                assert (
+                    sum(32 * warps * registers for _, warps, registers in shares) <= plan.threads * plan.registers_cap
+                )
+    assert moving >= 5
 
 
 def test_the_pipeline_is_the_bodys_own_drawing(capsys):
