@@ -173,8 +173,7 @@ void Order::fence(const Warp& w, u32 mask, u32 scope) {
 
 // A strong read of an address: what strong writes have left there is acquired, or found and waits for a fence.
 void Order::find(const Warp& w, u32 lane, bool global, u64 address, Semantics semantics, u32 scope) {
-  std::unique_lock<std::mutex> guard(global_->lock, std::defer_lock);
-  if (global && global_->locks) guard.lock();
+  const auto guard = hold(global);
   const SyncPlace* place = nullptr;
   if (global) {
     const auto found = global_->places.find(address);
@@ -208,8 +207,7 @@ void Order::find(const Warp& w, u32 lane, bool global, u64 address, Semantics se
 void Order::leave(const Warp& w, u32 lane, bool global, u64 address, Semantics semantics, u32 scope, bool replaces) {
   const bool releases = semantics == Semantics::kRelease || semantics == Semantics::kBoth;
   const bool wide = scope != 0 && global;
-  std::unique_lock<std::mutex> guard(global_->lock, std::defer_lock);
-  if (global && global_->locks) guard.lock();
+  const auto guard = hold(global);
   SharedPlaces::Row* row = global ? nullptr : &places_.at(address);
   SyncPlace& place = global ? global_->places[address] : row->place;
   if (replaces) {

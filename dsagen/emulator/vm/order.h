@@ -132,7 +132,7 @@ class GlobalOrder {
   };
   Page& page(u32 region, u64 number);
 
-  std::mutex lock;
+  std::recursive_mutex lock;
   std::unordered_map<u64, SyncPlace> places;  // by global address
 
  private:
@@ -185,6 +185,12 @@ class Order {
   void global(const Warp& w, u32 lane, u32 region, u64 offset, u32 bytes, Touch touch, u32 flags = 0);
   // Whether strong accesses can make threads know of each other: the kernel has instructions for it.
   bool synchronises() const { return (views >> kPending & 1) != 0; }
+  // Held while an atomic access finds, leaves and changes its word, so that others see it as one step.
+  std::unique_lock<std::recursive_mutex> hold(bool global) const {
+    std::unique_lock<std::recursive_mutex> guard(global_->lock, std::defer_lock);
+    if (on && global && global_->locks) guard.lock();
+    return guard;
+  }
   void find(const Warp& w, u32 lane, bool global, u64 address, Semantics semantics, u32 scope);
   void leave(const Warp& w, u32 lane, bool global, u64 address, Semantics semantics, u32 scope, bool replaces);
   // Asynchronous copies into shared memory.

@@ -183,8 +183,7 @@ void Order::share_beside(std::vector<Sharers>& others, const Warp& w, u32 lane, 
 // words: what another thread did there atomically is then ordered, though nothing else that it did is.
 bool Order::has_looked(const Warp& w, u32 lane, const Where& where) {
   const u64 first = (where.shared ? kSharedReserve : global_->regions[where.region].begin) + where.offset;
-  std::unique_lock<std::mutex> guard(global_->lock, std::defer_lock);
-  if (!where.shared && global_->locks) guard.lock();
+  const auto guard = hold(!where.shared);
   bool any = false;
   for (u64 address = first & ~u64{3}; address < first + where.bytes; address += 4) {
     const SyncPlace* place = nullptr;

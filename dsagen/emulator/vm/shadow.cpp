@@ -176,7 +176,7 @@ GlobalOrder::GlobalOrder(const Launch& launch, const std::vector<Region>& all) :
 }
 
 GlobalOrder::Page& GlobalOrder::page(u32 region, u64 number) {
-  std::unique_lock<std::mutex> guard(lock, std::defer_lock);
+  std::unique_lock<std::recursive_mutex> guard(lock, std::defer_lock);
   if (locks) guard.lock();
   std::unique_ptr<Page>& found = pages_[region][number];
   if (!found) found = std::make_unique<Page>();
