@@ -124,13 +124,15 @@ def _run_combine(kernel: Kernel, attempt: Attempt) -> str:
 def _run_select(kernel: Kernel, attempt: Attempt) -> str:
     variant = kernel.plan.variant
     score, resident = str(variant.axis("score")), variant.body == "row_resident"
+    # Of so many elements on, a row's threshold is guessed.
+    short = 9001 if score == "fp32" else 18_001
     calls = (
-        Scores(topk.one_binade), Scores(topk.few_values), Scores(topk.normal, ordered=False),
-        Scores(topk.equal), Scores(topk.mostly_dropped, drops=True), Scores(topk.normal),
+        Scores(topk.one_binade, short), Scores(topk.few_values), Scores(topk.normal, short, ordered=False),
+        Scores(topk.equal), Scores(topk.mostly_dropped, drops=True), Scores(topk.normal, short),
     )  # fmt: skip
     if resident:
         # Rows of two batches, and blocks that take several.
-        wide = 17_001 if score == "fp32" else 33_001
+        wide = 25_001 if score == "fp32" else 50_001
         calls = tuple(replace(call, ctas=1 + n % 2) for n, call in enumerate(calls))
         calls = (*calls[:3], replace(calls[3], width=wide), calls[4], replace(calls[5], width=wide))
     call = topk.make_call(calls[attempt.seed % len(calls)], score)
@@ -143,10 +145,12 @@ def _run_shared_rows(kernel: Kernel, attempt: Attempt) -> str:
     score = str(variant.axis("score"))
     pair = {v.kernel: topk.compiled(v) for v in split_variants(score, arch_row(variant.arch))}
     pair[variant.kernel] = kernel
+    # So long that a part's threshold is guessed, and that of the parts' best.
+    long = 41_001 if score == "fp32" else 82_001
     calls = (
         Scores(topk.one_binade), Scores(topk.few_values), Scores(topk.normal, ordered=False),
-        Scores(topk.equal, width=26_001, k=4096), Scores(topk.mostly_dropped, drops=True),
-        Scores(topk.one_digit, width=26_001, k=4096, ordered=False),
+        Scores(topk.equal, 26_001, k=4096), Scores(topk.mostly_dropped, drops=True),
+        Scores(topk.one_digit, long, k=2048, ordered=False, parts=5),
     )  # fmt: skip
     call = topk.make_call(calls[attempt.seed % len(calls)], score)
     return topk.problem(call, pair[SELECT], attempt.seed, attempt.schedule, pair[COUNT])

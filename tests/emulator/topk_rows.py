@@ -23,7 +23,6 @@ POISON = -77
 PAGE = 61
 ROWS, GAP = 6, 7  # rows that start off 16 B
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-PARTS = 3
 WORKSPACE = ("histograms", "counters", "lists")
 
 
@@ -70,7 +69,10 @@ def mostly_dropped(generator: torch.Generator, width: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Scores:
-    """What a call is made of: values of rows of a width, of which it selects `k`; `ctas` take turns with the rows."""
+    """What a call is made of: values of rows of a width, of which it selects `k`.
+
+    `ctas` take turns with the rows, or `parts` share each.
+    """
 
     values: Callable[[torch.Generator, int], torch.Tensor]
     width: int = 9001
@@ -78,6 +80,7 @@ class Scores:
     ordered: bool = True
     drops: bool = False
     ctas: int = ROWS
+    parts: int = 3
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,7 @@ def make_call(of: Scores, score: str) -> Call:
 def problem(call: Call, select: Kernel, seed: int, schedule: str | None = None, count: Kernel | None = None) -> str:
     """What is wrong with a launch's results, empty when nothing is; EmulatorError for what a kernel must not do.
 
-    With `count`, the kernel that goes first, a row is shared among PARTS blocks.
+    With `count`, the kernel that goes first, the call's parts share each row.
     """
     of = call.of
     out = torch.full((ROWS, of.k + 3), POISON, dtype=torch.int32)
@@ -135,11 +138,11 @@ def problem(call: Call, select: Kernel, seed: int, schedule: str | None = None, 
     if count is None:
         select.launch(of.ctas, arguments, memory, seed=seed, schedule=schedule)
     else:
-        workspace = _workspace(of.k, select)
-        arguments |= _share_rows(of.k, workspace, memory)
-        count.launch(ROWS * PARTS, arguments, memory, seed=seed, schedule=schedule)
+        workspace = _workspace(of, select)
+        arguments |= _share_rows(of, workspace, memory)
+        count.launch(ROWS * of.parts, arguments, memory, seed=seed, schedule=schedule)
         second = memory.after(*WORKSPACE) if select.plan.overlaps_previous else memory
-        select.launch(ROWS * PARTS, arguments, second, seed=seed, schedule=schedule)
+        select.launch(ROWS * of.parts, arguments, second, seed=seed, schedule=schedule)
         left = ", ".join(name for name in WORKSPACE[:2] if workspace[name].any())
 
     indices, how_many = topk_reference(
@@ -161,13 +164,13 @@ def _ascending(raw: torch.Tensor) -> torch.Tensor:
     return ordered.masked_fill(ordered == last, -1)
 
 
-def _workspace(k: int, select: Kernel) -> dict[str, torch.Tensor]:
-    slots = -(-k // 4) * 4
-    stride = max(-(-select.plan.constant("kElements") // 4) * 4, PARTS * slots)
+def _workspace(of: Scores, select: Kernel) -> dict[str, torch.Tensor]:
+    slots = -(-of.k // 4) * 4
+    stride = max(-(-select.plan.constant("kElements") // 4) * 4, of.parts * slots)
     sizes = (1 << select.plan.constant("kDigitBits"), 2, stride)
     return {name: torch.zeros(ROWS, size, dtype=torch.int32) for name, size in zip(WORKSPACE, sizes, strict=True)}
 
 
-def _share_rows(k: int, workspace: dict[str, torch.Tensor], memory: Memory) -> dict[str, int]:
+def _share_rows(of: Scores, workspace: dict[str, torch.Tensor], memory: Memory) -> dict[str, int]:
     addresses = {name: memory.add(name, tensor, initialised=name != "lists") for name, tensor in workspace.items()}
-    return {"parts": PARTS, "part_slots": -(-k // 4) * 4, "list_stride": workspace["lists"].shape[1], **addresses}
+    return {"parts": of.parts, "part_slots": -(-of.k // 4) * 4, "list_stride": workspace["lists"].shape[1], **addresses}
