@@ -45,7 +45,7 @@ def _missing() -> dict[str, str]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         # With `--dist loadgroup` a file's tests share a worker, and what they have compiled, unless they say otherwise.
-        if item.get_closest_marker("spread") is None:
+        if item.get_closest_marker("spread") is None and item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(str(item.path)))
     for marker, why in _missing().items():
         for item in items:

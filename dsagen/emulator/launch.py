@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import TypedDict, Unpack
 
 from dsagen.arch import ARCHS, KIB
 from dsagen.emulator.counters import Counters, Meter
@@ -29,6 +30,52 @@ _BLOCK_LIMITS = (1024, 1024, 64)
 INSTRUCTION_LIMIT = 1 << 32
 # As enum Schedule of vm/machine.h has them.
 SCHEDULES = ("turns", "random", "priorities")
+
+
+class SessionOptions(TypedDict, total=False):
+    """How a launch runs; see `launch`."""
+
+    seed: int
+    schedule: str | None
+    resident: int
+    races: bool
+    library_folder: Path | None
+
+
+class LaunchOptions(SessionOptions, total=False):
+    """How a launch runs that nobody stops on the way."""
+
+    os_threads: int
+    instruction_limit: int
+
+
+@dataclass(frozen=True)
+class _Options:
+    """The same with their defaults."""
+
+    seed: int = 0
+    schedule: str | None = None
+    resident: int = 1
+    os_threads: int = 1
+    races: bool = True
+    instruction_limit: int = INSTRUCTION_LIMIT
+    library_folder: Path | None = None
+
+    def chosen_schedule(self) -> str:
+        """The schedule's name; EmulatorError for options that are out of range or at odds with each other."""
+        if not 1 <= self.instruction_limit < 1 << 64:
+            raise EmulatorError(f"instruction_limit {self.instruction_limit}: at least 1 and below 2^64")
+        schedule = self.schedule if self.schedule is not None else "random" if self.seed else "turns"
+        if schedule not in SCHEDULES:
+            raise EmulatorError(f"schedule {schedule!r}: there are {', '.join(SCHEDULES)}")
+        if self.seed < 0 or self.seed >> 64:
+            raise EmulatorError(f"seed {self.seed}: a seed has 64 bits and no sign")
+        resident, os_threads = self.resident, self.os_threads
+        if resident < 1 or os_threads < 1:
+            raise EmulatorError(f"resident {resident} and os_threads {os_threads}: at least 1 each")
+        if resident > 1 and os_threads > 1:
+            raise EmulatorError(f"resident {resident} CTAs take turns on one OS thread; os_threads is {os_threads}")
+        return schedule
 
 
 @dataclass(frozen=True)
@@ -68,14 +115,8 @@ def launch(
     smem_bytes: int,
     memory: Memory,
     *,
-    seed: int = 0,
-    schedule: str | None = None,
-    resident: int = 1,
-    os_threads: int = 1,
-    races: bool = True,
     counters: bool = False,
-    instruction_limit: int = INSTRUCTION_LIMIT,
-    library_folder: Path | None = None,
+    **options: Unpack[LaunchOptions],
 ) -> Counts:
     """Run kernel `entry` of a PTX text on `grid` CTAs of `block` threads, with `smem_bytes` of dynamic shared memory.
 
@@ -90,12 +131,8 @@ def launch(
     EmulatorError for PTX that does not parse, a launch that does not fit the kernel, and whatever a kernel must not do:
     the message names the kernel, the PTX and CUDA line, the thread, and for a deadlock who waits where.
     """
-    library = load_library(library_folder)
-    ready = prepare(
-        ptx, entry, grid, block, params, smem_bytes, memory,
-        seed=seed, schedule=schedule, resident=resident, os_threads=os_threads, races=races,
-        instruction_limit=instruction_limit, library_folder=library_folder,
-    )  # fmt: skip
+    library = load_library(options.get("library_folder"))
+    ready = prepare(ptx, entry, grid, block, params, smem_bytes, memory, **options)
     meter = Meter(ready.program.code, tuple(library.numbers)) if counters else None
     ready.block.meter = None if meter is None else ctypes.addressof(meter.totals)
     if library.handle.vm_run(ctypes.byref(ready.block)):
@@ -113,22 +150,14 @@ def prepare(
     params: bytes,
     smem_bytes: int,
     memory: Memory,
-    *,
-    seed: int = 0,
-    schedule: str | None = None,
-    resident: int = 1,
-    os_threads: int = 1,
-    races: bool = True,
-    instruction_limit: int = INSTRUCTION_LIMIT,
-    library_folder: Path | None = None,
+    **options: Unpack[LaunchOptions],
 ) -> Prepared:
     """A launch with the arguments of `launch`, checked, but not run."""
-    program = _program(ptx, entry, library_folder)
+    how = _Options(**options)
+    program = _program(ptx, entry, how.library_folder)
     extents, threads = _extents("grid", grid, _GRID_LIMITS), _extents("block", block, _BLOCK_LIMITS)
     _require_fit(program, extents, threads, params, smem_bytes)
-    chosen = _schedule(schedule, seed, resident, os_threads)
-    if not 1 <= instruction_limit < 1 << 64:
-        raise EmulatorError(f"instruction_limit {instruction_limit}: at least 1 and below 2^64")
+    chosen = how.chosen_schedule()
     rows, kept = _regions(program, memory)
     texts = (ctypes.c_char_p * len(program.unknown))(*(text.encode() for text in program.unknown))
     buffers = [
@@ -156,29 +185,15 @@ def prepare(
         dynamic_shared_bytes=smem_bytes,
         grid=extents,
         block=threads,
-        os_threads=os_threads,
-        races=races,
+        os_threads=how.os_threads,
+        races=how.races,
         schedule=SCHEDULES.index(chosen),
-        resident=resident,
-        seed=seed,
-        instruction_limit=instruction_limit,
+        resident=how.resident,
+        seed=how.seed,
+        instruction_limit=how.instruction_limit,
     )
     keep = [memory, program, rows, kept, texts, *buffers]
-    return Prepared(program, run, keep, f"seed {seed}, schedule {chosen}, {resident} resident")
-
-
-def _schedule(schedule: str | None, seed: int, resident: int, os_threads: int) -> str:
-    if schedule is None:
-        schedule = "random" if seed else "turns"
-    if schedule not in SCHEDULES:
-        raise EmulatorError(f"schedule {schedule!r}: there are {', '.join(SCHEDULES)}")
-    if seed < 0 or seed >> 64:
-        raise EmulatorError(f"seed {seed}: a seed has 64 bits and no sign")
-    if resident < 1 or os_threads < 1:
-        raise EmulatorError(f"resident {resident} and os_threads {os_threads}: at least 1 each")
-    if resident > 1 and os_threads > 1:
-        raise EmulatorError(f"resident {resident} CTAs take turns on one OS thread; os_threads is {os_threads}")
-    return schedule
+    return Prepared(program, run, keep, f"seed {how.seed}, schedule {chosen}, {how.resident} resident")
 
 
 def coverage(ptx: str) -> dict[str, int]:

@@ -25,6 +25,8 @@ _FLAGS = (
     # Each operation rounds once, as the device's does.
     "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
     "-fno-strict-aliasing", "-fwrapv",
+    # Nobody replaces the library's functions, so that they may be inlined and called directly.
+    "-fno-semantic-interposition", "-Wl,-Bsymbolic",
 )  # fmt: skip
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
+from typing import Unpack
 
-from dsagen.emulator.launch import prepare
+from dsagen.emulator.launch import SessionOptions, prepare
 from dsagen.emulator.library import load_library
 from dsagen.emulator.memory import Memory
 from dsagen.emulator.program import RegisterPlace
@@ -51,18 +51,10 @@ class Session:
         params: bytes,
         smem_bytes: int,
         memory: Memory,
-        *,
-        seed: int = 0,
-        schedule: str | None = None,
-        resident: int = 1,
-        races: bool = True,
-        library_folder: Path | None = None,
+        **options: Unpack[SessionOptions],
     ) -> None:
-        self._library = load_library(library_folder).handle
-        self._ready = prepare(
-            ptx, entry, grid, block, params, smem_bytes, memory,
-            seed=seed, schedule=schedule, resident=resident, races=races, library_folder=library_folder,
-        )  # fmt: skip
+        self._library = load_library(options.get("library_folder")).handle
+        self._ready = prepare(ptx, entry, grid, block, params, smem_bytes, memory, **options)
         self._handle: int | None = self._library.vm_open(ctypes.byref(self._ready.block))
         self._finished = False
 

@@ -25,10 +25,15 @@ def kernel(body: str, params: int = 1, declarations: str = "") -> str:
     )
 
 
+# Texts that launches of this process took, for test_every_form.py.
+LAUNCHED: set[str] = set()
+
+
 def launch(text: str, addresses: Sequence[int], memory: Memory, **options: int) -> emulator.Counts:
     """One CTA of one warp, unless `threads` says more."""
     grid, threads = options.pop("grid", 1), options.pop("threads", 32)
     params = struct.pack(f"<{len(addresses)}Q", *addresses)
+    LAUNCHED.add(text)
     return emulator.launch(text, "k", grid, threads, params, options.pop("smem", 0), memory, **options)
 
 

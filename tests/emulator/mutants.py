@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -15,14 +16,17 @@ from dsagen.render import render
 class Mutant:
     """A kernel of which one instruction was changed. `change` says how, `instruction` is the original.
 
-    `calls` are the CUDA lines that lead to it, outermost first, and `ptx_line` is where it stands.
+    `calls` are the CUDA lines that lead to it, outermost first, `ahead` those before each of them, and `ptx_line` is
+    where it stands. It is the `copy`-th of those that one CUDA line became and that are changed in the same way.
     """
 
     kernel: Kernel
     change: str
     instruction: str
     calls: tuple[str, ...]
+    ahead: tuple[str, ...]
     ptx_line: int
+    copy: int
 
     def __str__(self) -> str:
         where = " > ".join(self.calls) or f"PTX line {self.ptx_line}"
@@ -99,7 +103,7 @@ def mutants(kernel: Kernel) -> Iterator[Mutant]:
     """Every mutant of a kernel, in the order of its text."""
     source = render(kernel.plan).text.splitlines()
     # Statements are looked for one by one: the end of one is the beginning of the next.
-    at = 0
+    at, copies = 0, Counter[tuple[str, tuple[int, ...]]]()
     while (match := _STATEMENT.search(kernel.ptx, at)) is not None:
         at = match.end("text") - 1
         instruction = " ".join(match["text"].split())
@@ -108,21 +112,25 @@ def mutants(kernel: Kernel) -> Iterator[Mutant]:
             for change, pattern, rewrite in _CHANGES
             if (found := pattern.match(instruction)) is not None
         ]
-        calls = _calls(kernel.ptx, match.start("text"), source) if changed else ()
+        lines = _calls(kernel.ptx, match.start("text")) if changed else ()
+        calls, ahead = (tuple(source[line - back].strip() for line in lines) for back in (1, 2))
         for change, text in changed:
             start = match.start("guard") if match["guard"] and not text else match.start("text")
             ptx = kernel.ptx[:start] + text + kernel.ptx[match.end("text") :]
-            yield Mutant(replace(kernel, ptx=ptx), change, instruction, calls, kernel.ptx.count("\n", 0, start) + 1)
+            number = kernel.ptx.count("\n", 0, start) + 1
+            yield Mutant(replace(kernel, ptx=ptx), change, instruction, calls, ahead, number, copies[change, lines])
+            copies[change, lines] += 1
 
 
-def _calls(ptx: str, at: int, source: list[str]) -> tuple[str, ...]:
+def _calls(ptx: str, at: int) -> tuple[int, ...]:
     """The lines of the source that led to the instruction: that of the last .loc, and each that it was inlined at."""
     places: list[tuple[str, ...]] = _LOC.findall(ptx, 0, at)
-    lines, wanted = [], places[-1][:2] if places else None
+    lines: list[int] = []
+    wanted = places[-1][:2] if places else None
     for line, column, from_line, from_column in reversed(places):
         if (line, column) != wanted:
             continue
-        lines.append(source[int(line) - 1].strip())
+        lines.append(int(line))
         wanted = (from_line, from_column)
         if not from_line:
             break

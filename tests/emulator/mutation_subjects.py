@@ -12,9 +12,10 @@ from functools import cache
 
 import cache_rows
 import decode
-import test_emulated_topk as topk
+import topk_rows as topk
 import torch
 from decode import Kernel, compile_ptx
+from topk_rows import Scores
 
 from dsagen.arch import arch as arch_row
 from dsagen.check.cache import allocate_cache
@@ -43,7 +44,11 @@ class Attempt:
 
 _PAGES, _PAGE = 3, 5
 _ROW_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-ATTEMPTS = (Attempt(0, "turns"), Attempt(1, "random"), Attempt(2, "priorities"), Attempt(3, "random"))
+# Each takes other inputs, up to as many as a family has.
+ATTEMPTS = (
+    Attempt(0, "turns"), Attempt(1, "random"), Attempt(2, "priorities"), Attempt(3, "random"), Attempt(4, "turns"),
+    Attempt(5, "random"),
+)  # fmt: skip
 Runner = Callable[[Kernel, Attempt], str]
 
 
@@ -117,8 +122,20 @@ def _run_combine(kernel: Kernel, attempt: Attempt) -> str:
 
 
 def _run_select(kernel: Kernel, attempt: Attempt) -> str:
-    values = (topk.one_binade, topk.few_values, topk.normal)[attempt.seed % 3]
-    call = topk.make_call(values, str(kernel.plan.variant.axis("score")), 512)
+    variant = kernel.plan.variant
+    score, resident = str(variant.axis("score")), variant.body == "row_resident"
+    # Of so many elements on, a row's threshold is guessed.
+    short = 9001 if score == "fp32" else 18_001
+    calls = (
+        Scores(topk.one_binade, short), Scores(topk.few_values), Scores(topk.normal, short, ordered=False),
+        Scores(topk.equal), Scores(topk.mostly_dropped, drops=True), Scores(topk.normal, short),
+    )  # fmt: skip
+    if resident:
+        # Rows of two batches, and blocks that take several.
+        wide = 25_001 if score == "fp32" else 50_001
+        calls = tuple(replace(call, ctas=1 + n % 2) for n, call in enumerate(calls))
+        calls = (*calls[:3], replace(calls[3], width=wide), calls[4], replace(calls[5], width=wide))
+    call = topk.make_call(calls[attempt.seed % len(calls)], score)
     return topk.problem(call, kernel, attempt.seed, attempt.schedule)
 
 
@@ -128,8 +145,14 @@ def _run_shared_rows(kernel: Kernel, attempt: Attempt) -> str:
     score = str(variant.axis("score"))
     pair = {v.kernel: topk.compiled(v) for v in split_variants(score, arch_row(variant.arch))}
     pair[variant.kernel] = kernel
-    values = (topk.one_binade, topk.few_values, topk.normal)[attempt.seed % 3]
-    call = topk.make_call(values, score, 512)
+    # So long that a part's threshold is guessed, and that of the parts' best.
+    long = 41_001 if score == "fp32" else 82_001
+    calls = (
+        Scores(topk.one_binade), Scores(topk.few_values), Scores(topk.normal, ordered=False),
+        Scores(topk.equal, 26_001, k=4096), Scores(topk.mostly_dropped, drops=True),
+        Scores(topk.one_digit, long, k=2048, ordered=False, parts=5),
+    )  # fmt: skip
+    call = topk.make_call(calls[attempt.seed % len(calls)], score)
     return topk.problem(call, pair[SELECT], attempt.seed, attempt.schedule, pair[COUNT])
 
 

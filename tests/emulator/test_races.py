@@ -173,3 +173,27 @@ def test_a_flag_in_shared_memory() -> None:
     run(body.format(release="membar.cta;", acquire="membar.cta;"), threads=64)
     for release, acquire in (("membar.cta;", ""), ("", "membar.cta;")):
         assert "race: read of shared bytes" in race(body.format(release=release, acquire=acquire), threads=64)
+
+
+LAST_BLOCK = """
+ld.param.u64 %d0, [p0]; ld.param.u64 %d1, [p1]; mov.u32 %r1, %ctaid.x; mov.u32 %r9, %nctaid.x;
+mad.wide.u32 %d2, %r1, 4, %d0; setp.ne.u32 %p1, %r0, 0; @%p1 bra DONE;
+st.global.u32 [%d2], %r1; fence.acq_rel.gpu; atom.relaxed.gpu.global.add.u32 %r2, [%d1], 1; fence.acq_rel.gpu;
+sub.u32 %r3, %r9, 1; setp.ne.u32 %p2, %r2, %r3; @%p2 bra DONE;
+mov.u32 %r4, 0;
+NEXT: mad.wide.u32 %d3, %r4, 4, %d0; ld.global.u32 %r5, [%d3]; add.u32 %r4, %r4, 1;
+setp.lt.u32 %p3, %r4, %r9; @%p3 bra NEXT;
+DONE:
+"""
+
+
+def test_the_last_block_knows_of_the_others_whatever_the_threads_of_the_host_do() -> None:
+    text = kernel(LAST_BLOCK, 2)
+    for _ in range(100):
+        memory = Memory()
+        addresses = [memory.add("out", np.zeros(64, np.uint32)), memory.add("count", np.zeros(1, np.uint32))]
+        launch(text, addresses, memory, grid=64, os_threads=4)
+    with pytest.raises(EmulatorError, match="race: read of bytes"):
+        memory = Memory()
+        addresses = [memory.add("out", np.zeros(64, np.uint32)), memory.add("count", np.zeros(1, np.uint32))]
+        launch(text.replace("fence.acq_rel.gpu;", ""), addresses, memory, grid=64, os_threads=4)

@@ -1,17 +1,22 @@
 """How long the machine takes, in CPU time of this process, with room for a slower and busier one than was measured.
 
-Loops of many equal instructions in one warp; the time of the loop itself and of the launch goes off.
+Loops of many equal instructions in one warp; the time of the loop itself and of the launch goes off. And whole calls,
+with and without the checks for races.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from micro import kernel, launch
 
+import dsagen
 from dsagen.emulator import Memory
 
 # Room over what is asked for on the machine of the README.
@@ -61,6 +66,54 @@ def test_an_instruction(instruction: str, most: float) -> None:
     assert nanoseconds(instruction) <= ROOM * most
 
 
+# How many times as long a call may take with the checks for races: two are asked for.
+MOST_TIMES = 2
+ROOM_OF_TIMES = 1.6
+
+
+def attention(name: str, races: bool) -> Callable[[], object]:
+    kernels = dsagen.load(name, device="emulator", emulator=dsagen.EmulatorOptions(races=races, threads=1))
+    generator = torch.Generator().manual_seed(3)
+    q = torch.randn(1, 1, kernels.spec.heads, 576, generator=generator).to(torch.bfloat16)
+    pool = torch.zeros(40, 64, 1, 656, dtype=torch.uint8)
+    indices = torch.randint(0, 40 * 64, (1, 1, 1024), generator=generator, dtype=torch.int32)
+    return lambda: kernels.sparse_decode(q, pool, indices)
+
+
+def selection(name: str, races: bool, rows: int, width: int) -> Callable[[], object]:
+    kernels = dsagen.load(name, device="emulator", emulator=dsagen.EmulatorOptions(races=races, threads=1))
+    scores = torch.randn(rows, width, generator=torch.Generator().manual_seed(3))
+    return lambda: kernels.topk(scores, k=512)
+
+
+WHOLE: dict[str, Callable[[bool], Callable[[], object]]] = {
+    "attention of 16 heads": lambda races: attention("v32_h16", races),
+    "attention of 128 heads": lambda races: attention("v32_h128", races),
+    "a row a block": lambda races: selection("v32_topk_h128", races, 4, 20_000),
+    "a row for many blocks": lambda races: selection("v32_topk_h128", races, 1, 140_000),
+}
+
+
+def times_as_long(of: str) -> tuple[float, float]:
+    """CPU time of a call without and with checks, the least of some that take turns."""
+    calls = {races: WHOLE[of](races) for races in (False, True)}
+    best = dict.fromkeys(calls, float("inf"))
+    for _ in range(5):
+        for races, call in calls.items():
+            start = time.process_time()
+            call()
+            best[races] = min(best[races], time.process_time() - start)
+    return best[False], best[True]
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("of", WHOLE)
+def test_checks_of_a_whole_call(of: str, monkeypatch: pytest.MonkeyPatch, shared_store: Path) -> None:
+    monkeypatch.setenv("DSAGEN_CACHE_DIR", str(shared_store))
+    plain, checked = times_as_long(of)
+    assert checked <= MOST_TIMES * ROOM_OF_TIMES * plain
+
+
 if __name__ == "__main__":
     only = sys.argv[1] if len(sys.argv) > 1 else ""
     for mark in test_an_instruction.pytestmark:  # type: ignore[attr-defined]
@@ -69,3 +122,6 @@ if __name__ == "__main__":
                 continue
             plain, checked = nanoseconds(text), nanoseconds(text, races=True)
             print(f"{text.split()[0]:<52}{plain:8.1f} ns{checked:8.1f} ns with checks{limit:6} asked for")
+    for of in (of for of in WHOLE if only in of):
+        plain, checked = times_as_long(of)
+        print(f"{of:<52}{1e3 * plain:8.1f} ms{1e3 * checked:8.1f} ms with checks{checked / plain:6.2f} times as long")

@@ -128,6 +128,8 @@ void atom(Warp& w, const Ins& i, u32 mask) {
     const u64 address = address_of(w, i, x[1], l);
     u8* at = atomic_access(w, i, address, bytes, l);
     const bool shared = a.space == kShared || (a.space == kGeneric && (address & ~(kWindowBytes - 1)) == kSharedWindow);
+    const auto guard = w.cta->order.hold(!shared);
+    order_atomic(w, i, address, l);
     u8 before[32];
     std::memcpy(before, at, bytes);
     for (u32 n = 0; n < a.count; n++) update_lane(w, a, x, n, l, at + n * a.bytes, !shared);

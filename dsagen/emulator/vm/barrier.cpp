@@ -26,7 +26,8 @@ void release(Cta& cta, int id) {
         continue;
       }
       warp.runnable |= stand.mask;
-      if (cta.order.on) cta.order.acquire(warp, stand.mask, done.clock);
+      if (cta.order.on && stand.mask == warp.live) cta.order.acquire_all(warp, done.clock);
+      if (cta.order.on && stand.mask != warp.live) cta.order.acquire(warp, stand.mask, done.clock);
       if (mode == kRedPopc)
         each_lane(stand.mask, [&](int l) { warp.row(stand.result)[l] = done.count; });
       else if (mode != kSync)

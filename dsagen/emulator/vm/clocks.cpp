@@ -21,9 +21,24 @@ LaneTimes& Clock::widened(u32 agent) {
   return lanes_[wide_[agent] - 1];
 }
 
+// Lanes' own times go once all lanes have come as far, so that clocks stay short.
+void Clock::narrow(u32 agent) {
+  const u32 at = wide_[agent];
+  const LaneTimes& times = lanes_[at - 1];
+  if (*std::max_element(times.begin(), times.end()) > all_[agent]) return;
+  const u32 last = static_cast<u32>(lanes_.size());
+  if (at != last) {
+    lanes_[at - 1] = lanes_[last - 1];
+    *std::find(wide_.begin(), wide_.end(), last) = static_cast<u16>(at);
+  }
+  lanes_.pop_back();
+  wide_[agent] = 0;
+}
+
 void Clock::raise_all(u32 agent, u32 time) {
   grow(agent + 1);
   all_[agent] = std::max(all_[agent], time);
+  if (wide_[agent] != 0) narrow(agent);
 }
 
 void Clock::raise(u32 agent, u32 lane, u32 time) {
@@ -37,14 +52,34 @@ void Clock::merge(const Clock& other) {
   const size_t count = other.all_.size();
   grow(count);
   for (size_t n = 0; n < count; n++) all_[n] = std::max(all_[n], other.all_[n]);
+  if (!lanes_.empty())
+    for (u32 n = 0; n < count; n++)
+      if (wide_[n] != 0) narrow(n);
   if (other.lanes_.empty()) return;
   for (size_t n = 0; n < count; n++) {
     if (other.wide_[n] == 0) continue;
     const LaneTimes& theirs = other.lanes_[other.wide_[n] - 1];
+    if (*std::max_element(theirs.begin(), theirs.end()) <= all_[n]) continue;
     LaneTimes& ours = widened(static_cast<u32>(n));
     for (int l = 0; l < kLanes; l++) ours[l] = std::max(ours[l], theirs[l]);
     all_[n] = std::max(all_[n], *std::min_element(ours.begin(), ours.end()));
   }
+}
+
+bool Clock::covers(const Clock& other) const {
+  const size_t count = other.all_.size();
+  if (count > all_.size()) return false;
+  u32 behind = 0;
+  for (size_t n = 0; n < count; n++) behind |= all_[n] < other.all_[n];
+  if (behind != 0) return false;
+  if (other.lanes_.empty()) return true;
+  for (u32 n = 0; n < count; n++) {
+    if (other.wide_[n] == 0) continue;
+    const LaneTimes& theirs = other.lanes_[other.wide_[n] - 1];
+    for (u32 l = 0; l < kLanes; l++)
+      if (theirs[l] != 0 && !knows(n, l, theirs[l])) return false;
+  }
+  return true;
 }
 
 void Clock::clear() {
@@ -53,22 +88,32 @@ void Clock::clear() {
   lanes_.clear();
 }
 
+namespace {
+
+void join(Clock (&to)[kViews], const Clock (&from)[kViews]) {
+  for (u32 v = 0; v < kViews; v++)
+    if (!from[v].empty() && !to[v].covers(from[v])) to[v].merge(from[v]);
+}
+
+}  // namespace
+
 void Knowledge::merge(u32 home, const Knowledge& other, u32 other_home) {
-  if (home == other_home) {
-    for (u32 v = 0; v < kViews; v++)
-      if (!other.views[v].empty()) views[v].merge(other.views[v]);
-  } else {
+  const auto of_cta = [&](u32 cta) -> Knowledge& {
+    if (cta == home) return *this;
     if (!foreign) foreign = std::make_unique<std::map<u32, Knowledge>>();
-    Knowledge& theirs = (*foreign)[other_home];
-    for (u32 v = 0; v < kViews; v++)
-      if (!other.views[v].empty()) theirs.views[v].merge(other.views[v]);
-  }
+    return (*foreign)[cta];
+  };
+  join(of_cta(other_home).views, other.views);
   if (!other.foreign) return;
-  for (const auto& [cta, known] : *other.foreign) {
-    Knowledge bare;
-    for (u32 v = 0; v < kViews; v++) bare.views[v] = known.views[v];
-    merge(home, bare, cta);
-  }
+  for (const auto& [cta, known] : *other.foreign) join(of_cta(cta).views, known.views);
+}
+
+// Takes over what contains all that is known here already.
+void Knowledge::assign(const Knowledge& other) {
+  for (u32 v = 0; v < kViews; v++) views[v] = other.views[v];
+  if (!other.foreign) return;
+  if (!foreign) foreign = std::make_unique<std::map<u32, Knowledge>>();
+  for (const auto& [cta, known] : *other.foreign) (*foreign)[cta].assign(known);
 }
 
 void Knowledge::clear() {

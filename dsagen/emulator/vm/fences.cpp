@@ -16,8 +16,31 @@ void Order::reset(Cta& cta, u32 linear) {
   clocks_.resize(warps);
   if (!shadow_) shadow_ = std::make_unique<Shadow>(cta.launch->shared_bytes, warps);
   shadow_->reset();
-  places_.clear();
-  looked_at_.clear();
+  places_.reset(synchronises() ? cta.launch->shared_bytes : 0);
+  looks_.clear();
+}
+
+SharedPlaces::Row* SharedPlaces::find(u64 address) {
+  const u64 word = (address - kSharedReserve) / 4;
+  if (word >= first_.size()) return nullptr;  // nothing synchronises here
+  for (u32 row = first_[word]; row != 0; row = rows_[row - 1].next)
+    if (rows_[row - 1].address == address) return &rows_[row - 1];
+  return nullptr;
+}
+
+SharedPlaces::Row& SharedPlaces::at(u64 address) {
+  if (Row* found = find(address)) return *found;
+  if (used_ == rows_.size()) rows_.emplace_back();
+  Row& row = rows_[used_++];
+  row.address = address;
+  row.place.version = 0;
+  row.place.wide.clear();
+  row.place.narrow.clear();
+  row.look = {};
+  u32& first = first_[(address - kSharedReserve) / 4];
+  row.next = first;
+  first = used_;
+  return row;
 }
 
 Knowledge& Order::own(WarpClocks& clocks, u32 lane) {
@@ -61,6 +84,8 @@ void Order::acquire(const Warp& w, u32 mask, const Knowledge& from) {
   }
   for (u32 m = mask; m != 0; m &= m - 1) own(mine, static_cast<u32>(__builtin_ctz(m))).merge(linear_, from, linear_);
 }
+
+void Order::acquire_all(const Warp& w, const Knowledge& from) { clocks_[w.index].common.assign(from); }
 
 // bar.warp.sync
 void Order::meet(const Warp& w, u32 mask) {
@@ -148,24 +173,33 @@ void Order::fence(const Warp& w, u32 mask, u32 scope) {
 
 // A strong read of an address: what strong writes have left there is acquired, or found and waits for a fence.
 void Order::find(const Warp& w, u32 lane, bool global, u64 address, Semantics semantics, u32 scope) {
-  std::unique_lock<std::mutex> guard(global_->lock, std::defer_lock);
-  if (global && global_->locks) guard.lock();
-  auto& places = global ? global_->places : places_;
-  const auto found = places.find(address);
-  if (found == places.end()) return;
-  looked_at_[address] = {now(w, lane), found->second.version};
+  const auto guard = hold(global);
+  const SyncPlace* place = nullptr;
+  if (global) {
+    const auto found = global_->places.find(address);
+    if (found == global_->places.end()) return;
+    place = &found->second;
+    looks_[address] = {now(w, lane), place->version};
+  } else {
+    SharedPlaces::Row* row = places_.find(address);
+    if (row == nullptr) return;
+    place = &row->place;
+    row->look = {now(w, lane), place->version};
+  }
   WarpClocks& mine = clocks_[w.index];
   const bool acquires = semantics == Semantics::kAcquire || semantics == Semantics::kBoth;
   const auto take = [&](const std::map<u32, Knowledge>& all) {
     for (const auto& [cta, left] : all) {
+      // What the whole warp has seen needs neither.
+      if (cta == linear_ && mine.common.views[kSeen].covers(left.views[kSeen])) continue;
       Knowledge bare;
       bare.views[acquires ? kSeen : kPending] = left.views[kSeen];
       own(mine, lane).merge(linear_, bare, cta);
     }
   };
-  if (scope != 0 || !global) take(found->second.wide);
-  const auto narrow = found->second.narrow.find(linear_);
-  if (narrow != found->second.narrow.end()) take(narrow->second);
+  if (scope != 0 || !global) take(place->wide);
+  const auto narrow = place->narrow.find(linear_);
+  if (narrow != place->narrow.end()) take(narrow->second);
 }
 
 // A strong write: what it releases, or what a fence has released before it, lies at the address from now on. A store
@@ -173,27 +207,46 @@ void Order::find(const Warp& w, u32 lane, bool global, u64 address, Semantics se
 void Order::leave(const Warp& w, u32 lane, bool global, u64 address, Semantics semantics, u32 scope, bool replaces) {
   const bool releases = semantics == Semantics::kRelease || semantics == Semantics::kBoth;
   const bool wide = scope != 0 && global;
-  Knowledge known;
+  const auto guard = hold(global);
+  SharedPlaces::Row* row = global ? nullptr : &places_.at(address);
+  SyncPlace& place = global ? global_->places[address] : row->place;
+  if (replaces) {
+    place.wide.clear();
+    place.narrow.clear();
+  }
+  place.version++;
+  if (wide) put(w, lane, releases ? kSeen : kPublished, place.wide);
+  const View view = releases ? kSeen : kPublishedCta;
+  if (knows_anything(w, lane, view)) put(w, lane, view, place.narrow[linear_]);
+  if (releases) clocks_[w.index].time++;
+  (global ? looks_[address] : row->look) = {now(w, lane), place.version};
+}
+
+// Whether a lane has anything that it could leave.
+bool Order::knows_anything(const Warp& w, u32 lane, View view) const {
   const WarpClocks& mine = clocks_[w.index];
-  const u32 time = mine.time;
-  release(w, 1u << lane, known);
-  clocks_[w.index].time = releases ? time + 1 : time;
-  std::unique_lock<std::mutex> guard(global_->lock, std::defer_lock);
-  if (global && global_->locks) guard.lock();
-  auto& places = global ? global_->places : places_;
-  SyncPlace& place = places[address];
-  const u64 version = place.version + 1;
-  if (replaces) place = SyncPlace();
-  place.version = version;
-  looked_at_[address] = {now(w, lane), version};
-  const auto put = [&](std::map<u32, Knowledge>& to, View view) {
-    if (!known.views[view].empty()) to[linear_].views[kSeen].merge(known.views[view]);
-    if (known.foreign)
-      for (const auto& other : *known.foreign)
-        if (!other.second.views[view].empty()) to[other.first].views[kSeen].merge(other.second.views[view]);
+  return view == kSeen || mine.self[view][lane] != 0 || mine.waited[view][lane] != 0 || (mine.own_mask >> lane & 1) ||
+         !mine.common.views[view].empty() || mine.common.foreign;
+}
+
+// What a lane knows and has done, in a view, to what lies at an address, by CTA.
+void Order::put(const Warp& w, u32 lane, View view, std::map<u32, Knowledge>& to) const {
+  const WarpClocks& mine = clocks_[w.index];
+  const auto add = [&](u32 cta, const Clock& known) {
+    if (known.empty()) return;
+    Clock& there = to[cta].views[kSeen];
+    if (!there.covers(known)) there.merge(known);
   };
-  if (wide) put(place.wide, releases ? kSeen : kPublished);
-  put(place.narrow[linear_], releases ? kSeen : kPublishedCta);
+  const auto add_all = [&](const Knowledge& known) {
+    add(linear_, known.views[view]);
+    if (known.foreign)
+      for (const auto& other : *known.foreign) add(other.first, other.second.views[view]);
+  };
+  add_all(mine.common);
+  if (mine.own_mask >> lane & 1) add_all(*mine.own[lane]);
+  const u32 done = view == kSeen ? mine.time : mine.self[view][lane], copied = mine.waited[view][lane];
+  if (done != 0) to[linear_].views[kSeen].raise(w.index, lane, done);
+  if (copied != 0) to[linear_].views[kSeen].raise(warps + w.index, lane, copied);
 }
 
 // ---- 16-byte copies ----

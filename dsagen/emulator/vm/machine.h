@@ -232,8 +232,10 @@ const std::vector<std::pair<const char*, Handler>>& handlers();
 u8* access(Warp& w, Space space, u64 address, u32 bytes, bool write, int lane, u32 strong = 0);
 // What a generic or global address is called in messages.
 std::string name_address(const Cta& cta, u64 address);
-// The word of an atomic operation, after all checks; and, after all lanes' are done, whether any changed its word.
+// The word of an atomic operation, after all checks; what it orders; and, after all lanes' are done, whether any changed
+// its word.
 u8* atomic_access(Warp& w, const Ins& i, u64 address, u32 bytes, int lane);
+void order_atomic(Warp& w, const Ins& i, u64 address, int lane);
 void end_atomic(Warp& w, u32 mask, u64 address, bool changes);
 u8* shared_bytes(Cta& cta, u32 address, u32 bytes, const char* what);
 const u8* global_source(Cta& cta, u64 address, u32 bytes, bool waited);

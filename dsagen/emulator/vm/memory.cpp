@@ -163,9 +163,10 @@ void ld(Warp& w, const Ins& i, u32 mask) {
     const int l = __builtin_ctz(m);
     const u64 from_address = address_of(w, i, x[format.count], l);
     const u8* from = access(w, space, from_address, format.total(), false, l, strong);
-    if (strong != 0) find(w, i, l, from_address);
     for (u32 n = 0; n < format.count; n++)
       store_register(w.row(x[n]), l, load_bits(from + n * format.bytes, format), i.flags >> 11 & 3);
+    // After the value, which another thread of the host may write meanwhile: what led to it is then found.
+    if (strong != 0) find(w, i, l, from_address);
   }
   if (strong != 0) poll(w, mask, address);
 }
@@ -234,9 +235,12 @@ const Register registers[] = {{"ld", ld},
 u8* atomic_access(Warp& w, const Ins& i, u64 address, u32 bytes, int lane) {
   u8* at = access(w, space_of(i.flags), address, bytes, false, lane, strength_of(i.flags));
   require_writable(w, space_of(i.flags), address);
+  return at;
+}
+
+void order_atomic(Warp& w, const Ins& i, u64 address, int lane) {
   find(w, i, lane, address);
   leave(w, i, lane, address, false);
-  return at;
 }
 
 void end_atomic(Warp& w, u32 mask, u64 address, bool changes) {

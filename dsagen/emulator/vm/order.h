@@ -10,9 +10,11 @@
 #pragma once
 #include <algorithm>
 #include <array>
+#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <unordered_map>
 
 namespace vm {
 
@@ -35,11 +37,14 @@ class Clock {
   void raise_all(u32 agent, u32 time);
   void raise(u32 agent, u32 lane, u32 time);
   void merge(const Clock& other);
+  // Whether merging would change nothing.
+  bool covers(const Clock& other) const;
   void clear();
   bool empty() const { return all_.empty(); }
 
  private:
   LaneTimes& widened(u32 agent);
+  void narrow(u32 agent);
   void grow(size_t agents);
 
   std::vector<u32> all_;   // by agent
@@ -63,121 +68,50 @@ struct Knowledge {
   std::unique_ptr<std::map<u32, Knowledge>> foreign;  // by CTA
 
   void merge(u32 home, const Knowledge& other, u32 other_home);
+  void assign(const Knowledge& other);  // of the same CTA, and no less
   void clear();
   bool knows(u32 home, View view, u32 cta, u32 agent, u32 lane, u32 time) const;
 };
 
-// One access: who, when, where in the code.
-struct Access {
-  u32 cta;
-  u16 agent;
-  u8 warp, lane;
-  u32 time, pc;
-  u32 flags;
-  u32 store;  // which of the warp's stores it belongs to
-};
-enum AccessFlag : u32 { kStrong = 1, kCtaScope = 2, kAsyncProxy = 4 };
+}  // namespace vm
 
-// Accesses of one instruction by lanes of one warp.
-struct Sharers {
-  u32 cta;
-  u16 agent;
-  u16 flags;
-  u32 lanes, time, pc;
-};
+#include "shadow.h"
 
-// What is kept of some bytes: the last write, and the reads, or the atomic accesses, since.
-struct Unit {
-  Access write;
-  Sharers sharers;  // lanes 0: none; kMany: `time` is where in the pool
-};
-constexpr u16 kMany = 0xffff;
-
-// The list of a unit with sharers of several warps: a place for each warp of the CTA that the memory belongs to, if it
-// belongs to one, and others.
-struct SharerList {
-  std::vector<Sharers> by_warp;
-  std::vector<Sharers> others;
-};
-
-enum class Touch : u32 { kRead, kWrite, kStrong };
-
-// Units for a stretch of memory: one for 16 bytes as long as they are accessed as a whole, else four or sixteen.
-class Shadow {
- public:
-  Shadow(u32 bytes, u32 warps);  // of one CTA with so many warps, or 0
-  ~Shadow();
-  Shadow(const Shadow&) = delete;
-  void reset();
-  // Calls each(unit) for the units of some bytes. `written`, if not null, is then their last write. Words that one warp
-  // has written at one time are looked at as one where all are accessed: as long as `sees_all` says that all of that
-  // warp's lanes are known, which of them wrote does not matter.
-  template <class S, class F>
-  void visit(u32 offset, u32 bytes, const Access* written, S sees_all, F each) {
-    for (u32 granule = offset / 16; granule <= (offset + bytes - 1) / 16; granule++) {
-      const u32 low = std::max(offset, 16 * granule), high = std::min(offset + bytes, 16 * granule + 16);
-      const bool whole = high - low == 16;
-      const u32 wanted = whole ? kWhole : ((low | high) & 3) == 0 ? kWords : kBytes;
-      u32& level = levels_[granule];
-      Unit* first = units_ + 4 * granule;
-      if (level == kMerged && !(whole && sees_all(first->write))) unmerge(granule);
-      if (level < wanted) split(granule, wanted);
-      if (level == kWords && whole && written == nullptr && sees_all(first->write)) merge(granule);
-      if (level == kWhole || level == kMerged) {
-        each(first[0]);
-        if (written != nullptr) {
-          drop(first->sharers);
-          first->write = *written;
-          level = kWhole;
-        }
-        continue;
-      }
-      const u32 shift = level == kWords ? 2 : 0;
-      if (level >= kBytes) first = bytes_units_[level - kBytes].data();
-      const u32 begin = (low % 16) >> shift, end = (high - 16 * granule) >> shift;
-      for (u32 n = begin; n < end; n++) each(first[n]);
-      if (written == nullptr) continue;
-      if (whole) {
-        collapse(granule, *written);
-        continue;
-      }
-      for (u32 n = begin; n < end; n++) {
-        drop(first[n].sharers);
-        first[n].write = *written;
-      }
-    }
-  }
-  void drop(Sharers& sharers) {
-    if (sharers.lanes != 0 && sharers.agent == kMany) free_list(sharers.time);
-    sharers.lanes = 0;
-  }
-  SharerList& list(const Sharers& sharers) { return lists_[sharers.time]; }
-  void spread(Unit& unit);  // gives the sharers a list of their own
-
- private:
-  Unit copied(const Unit& unit);
-  void split(u32 granule, u32 level);
-  void merge(u32 granule);
-  void unmerge(u32 granule);
-  void collapse(u32 granule, const Access& written);
-
-  void free_list(u32 list);
-
-  u32 warps_;
-  // By 16 bytes; kBytes + where the bytes' units are.
-  enum Level : u32 { kUntouched, kWhole, kMerged, kWords, kBytes };
-  std::vector<u32> levels_;
-  Unit* units_;              // by word
-  std::vector<std::array<Unit, 16>> bytes_units_;
-  std::vector<SharerList> lists_;
-  std::vector<u32> free_lists_;
-};
+namespace vm {
 
 // What accesses by relaxed and by acquiring instructions find at an address.
 struct SyncPlace {
   u64 version = 0;  // counts strong writes
   std::map<u32, Knowledge> wide;                   // by whose time: for all CTAs
   std::map<u32, std::map<u32, Knowledge>> narrow;  // the same, for one CTA
+};
+
+// What a CTA's last strong access of an address was, and which version it found or made.
+struct Look {
+  Access access{};
+  u64 version = 0;
+};
+
+// Both, of addresses of shared memory. The places stay for the next CTA.
+class SharedPlaces {
+ public:
+  struct Row {
+    u64 address = 0;
+    u32 next = 0;  // of the same word, 1 + its number
+    SyncPlace place;
+    Look look;
+  };
+  void reset(u32 bytes) {
+    first_.assign(bytes / 4 + 1, 0);
+    used_ = 0;
+  }
+  Row* find(u64 address);
+  Row& at(u64 address);
+
+ private:
+  std::vector<u32> first_;  // by word, 1 + a row's number
+  std::deque<Row> rows_;
+  u32 used_ = 0;
 };
 
 enum class Semantics : u32 { kWeak, kRelaxed, kAcquire, kRelease, kBoth };
@@ -198,8 +132,8 @@ class GlobalOrder {
   };
   Page& page(u32 region, u64 number);
 
-  std::mutex lock;
-  std::map<u64, SyncPlace> places;  // by global address
+  std::recursive_mutex lock;
+  std::unordered_map<u64, SyncPlace> places;  // by global address
 
  private:
   std::vector<std::vector<std::unique_ptr<Page>>> pages_;
@@ -237,15 +171,26 @@ class Order {
   // Barriers; masks are of the warp's lanes.
   void release(const Warp& w, u32 mask, Knowledge& into);
   void acquire(const Warp& w, u32 mask, const Knowledge& from);
+  // All lanes acquire what all of them have released into, and have nothing that is not in there.
+  void acquire_all(const Warp& w, const Knowledge& from);
   void meet(const Warp& w, u32 mask);
   // Fences.
   void fence(const Warp& w, u32 mask, u32 scope);
   void fence_proxy(const Warp& w, u32 mask);
   // Accesses of memory.
-  void shared(const Warp& w, u32 lane, u32 offset, u32 bytes, Touch touch, u32 flags = 0);
+  void shared(const Warp& w, u32 lane, u32 offset, u32 bytes, Touch touch, u32 flags = 0) {
+    if (touch == Touch::kStrong || !quick(w, lane, offset, bytes, touch == Touch::kWrite))
+      visit_shared(w, lane, offset, bytes, touch, flags);
+  }
   void global(const Warp& w, u32 lane, u32 region, u64 offset, u32 bytes, Touch touch, u32 flags = 0);
   // Whether strong accesses can make threads know of each other: the kernel has instructions for it.
   bool synchronises() const { return (views >> kPending & 1) != 0; }
+  // Held while an atomic access finds, leaves and changes its word, so that others see it as one step.
+  std::unique_lock<std::recursive_mutex> hold(bool global) const {
+    std::unique_lock<std::recursive_mutex> guard(global_->lock, std::defer_lock);
+    if (on && global && global_->locks) guard.lock();
+    return guard;
+  }
   void find(const Warp& w, u32 lane, bool global, u64 address, Semantics semantics, u32 scope);
   void leave(const Warp& w, u32 lane, bool global, u64 address, Semantics semantics, u32 scope, bool replaces);
   // Asynchronous copies into shared memory.
@@ -265,17 +210,25 @@ class Order {
  private:
   static Knowledge& own(WarpClocks& clocks, u32 lane);
   void promote(const Warp& w, u32 mask, View view);
+  bool knows_anything(const Warp& w, u32 lane, View view) const;
+  void put(const Warp& w, u32 lane, View view, std::map<u32, Knowledge>& to) const;
+  void visit_shared(const Warp& w, u32 lane, u32 offset, u32 bytes, Touch touch, u32 flags);
+  bool quick(const Warp& w, u32 lane, u32 offset, u32 bytes, bool write);
+  bool quick_read(const Sharers& me, Unit& unit, const Clock& seen);
+  bool all_known(const Sharers& sharers, const Sharers& me, const Clock& seen) const;
+  bool knows_list(u32 warp, const Sharers& sharers, Shadow& shadow) const;
+  bool quick_write(const Sharers& me, Sharers& sharers, const Clock& seen);
   void issue(const Warp& w, u32 lane, u32 offset, u32 bytes, const Access& written);
   void check(const Warp& w, u32 lane, Unit& unit, Shadow& shadow, Touch touch, u32 flags, const Where& where);
   auto sees_all(const Warp& w) const;
   void check_write(const Warp& w, u32 lane, Unit& unit, Touch touch, const Where& where);
-  void check_sharers(const Warp& w, u32 lane, Unit& unit, Shadow& shadow, const char* act, const Where& where) const;
+  void check_sharers(const Warp& w, u32 lane, Unit& unit, Shadow& shadow, const char* act, const Where& where);
   void check_scopes(const Warp& w, u32 lane, Unit& unit, Shadow& shadow, u32 flags, const Where& where) const;
   void share(const Warp& w, u32 lane, Unit& unit, Shadow& shadow, Touch touch, u32 flags, const Where& where);
   void share_beside(std::vector<Sharers>& others, const Warp& w, u32 lane, const Sharers& me) const;
   bool joins(const Warp& w, u32 lane, Sharers& other, u32 flags) const;
   bool ordered(const Warp& w, u32 lane, const Sharers& sharers, Access& culprit) const;
-  bool has_looked(const Warp& w, u32 lane, const Where& where) const;
+  bool has_looked(const Warp& w, u32 lane, const Where& where);
   bool is_same_store(const Warp& w, const Access& other) const;
   std::string describe(const Where& where) const;
   [[noreturn]] void clash(u32 lane, const char* act, const Access& other, const char* did, const Where& where) const;
@@ -290,9 +243,8 @@ class Order {
   u32 linear_ = 0, views = 1, next_agent_ = 0;
   std::vector<WarpClocks> clocks_;
   std::unique_ptr<Shadow> shadow_;
-  std::map<u64, SyncPlace> places_;  // by shared address
-  // By address, shared or global: the CTA's last strong access, and the version that it has seen.
-  std::map<u64, std::pair<Access, u64>> looked_at_;
+  SharedPlaces places_;
+  std::unordered_map<u64, Look> looks_;  // by global address
 };
 
 }  // namespace vm

@@ -95,8 +95,21 @@ void Order::clash(u32 lane, const char* act, const Access& other, const char* di
        place(*cta_, other.pc).c_str());
 }
 
-void Order::check_sharers(const Warp& w, u32 lane, Unit& unit, Shadow& shadow, const char* act, const Where& where)
-    const {
+// Whether the whole warp knows of a list's entries. It never forgets, so that is looked up once for a list.
+bool Order::knows_list(u32 warp, const Sharers& sharers, Shadow& shadow) const {
+  SharerList& list = shadow.list(sharers);
+  if (list.known_by >> warp & 1) return true;
+  const Clock& seen = clocks_[warp].common.views[kSeen];
+  bool known = true;
+  shadow.each(sharers, linear_, [&](const Sharers& other) {
+    known = known && other.cta == linear_ && seen.knows_all(other.agent, other.time);
+  });
+  // Memory that CTAs share has other warps of these numbers.
+  if (known && shadow.by_warp()) list.known_by |= 1u << warp;
+  return known;
+}
+
+void Order::check_sharers(const Warp& w, u32 lane, Unit& unit, Shadow& shadow, const char* act, const Where& where) {
   const char* did = unit.sharers.flags & kStrong ? "accesses atomically" : "reads";
   Access culprit;
   const auto one = [&](const Sharers& sharers) {
@@ -104,9 +117,7 @@ void Order::check_sharers(const Warp& w, u32 lane, Unit& unit, Shadow& shadow, c
     if ((sharers.flags & kStrong) == 0 || !has_looked(w, lane, where)) clash(lane, act, culprit, did, where);
   };
   if (unit.sharers.agent != kMany) return one(unit.sharers);
-  const SharerList& list = shadow.list(unit.sharers);
-  for (const Sharers& sharers : list.by_warp) one(sharers);
-  for (const Sharers& sharers : list.others) one(sharers);
+  if (!knows_list(w.index, unit.sharers, shadow)) shadow.each(unit.sharers, linear_, one);
 }
 
 // Whether the lane's access can take the place of what others of its warp did, or be one with it. Earlier ones of which
@@ -149,13 +160,14 @@ void Order::share(const Warp& w, u32 lane, Unit& unit, Shadow& shadow, Touch tou
     }
     shadow.spread(unit);
   }
-  SharerList& list = shadow.list(now);
-  if (warp < list.by_warp.size()) {
-    Sharers& place = list.by_warp[warp];
-    if (place.lanes == 0)
-      place = me;
-    else if (!joins(w, lane, place, flags))
-      share_beside(list.others, w, lane, me);
+  SharerList& list = shadow.list_to_change(now);
+  if (shadow.by_warp()) {
+    Sharers place = me;
+    if (list.used >> warp & 1) {
+      place = shadow.entry(now, linear_, warp);
+      if (!joins(w, lane, place, flags)) share_beside(list.others, w, lane, me);
+    }
+    shadow.set_entry(now, place);
   } else {
     share_beside(list.others, w, lane, me);
   }
@@ -169,18 +181,23 @@ void Order::share_beside(std::vector<Sharers>& others, const Warp& w, u32 lane, 
 
 // Whether a strong access of the CTA, which happens before what the lane does now, has found the last strong write of all
 // words: what another thread did there atomically is then ordered, though nothing else that it did is.
-bool Order::has_looked(const Warp& w, u32 lane, const Where& where) const {
+bool Order::has_looked(const Warp& w, u32 lane, const Where& where) {
   const u64 first = (where.shared ? kSharedReserve : global_->regions[where.region].begin) + where.offset;
-  std::unique_lock<std::mutex> guard(global_->lock, std::defer_lock);
-  if (!where.shared && global_->locks) guard.lock();
-  const auto& places = where.shared ? places_ : global_->places;
+  const auto guard = hold(!where.shared);
   bool any = false;
   for (u64 address = first & ~u64{3}; address < first + where.bytes; address += 4) {
-    const auto place = places.find(address);
-    if (place == places.end()) continue;
-    const auto looked = looked_at_.find(address);
-    if (looked == looked_at_.end() || looked->second.second != place->second.version) return false;
-    if (!knows(w, lane, kSeen, looked->second.first)) return false;
+    const SyncPlace* place = nullptr;
+    const Look* look = nullptr;
+    if (where.shared) {
+      if (SharedPlaces::Row* row = places_.find(address)) place = &row->place, look = &row->look;
+    } else {
+      const auto found = global_->places.find(address);
+      if (found != global_->places.end()) place = &found->second;
+      const auto looked = looks_.find(address);
+      if (looked != looks_.end()) look = &looked->second;
+    }
+    if (place == nullptr) continue;
+    if (look == nullptr || look->version != place->version || !knows(w, lane, kSeen, look->access)) return false;
     any = true;
   }
   return any;
@@ -212,13 +229,89 @@ void Order::check_scopes(const Warp& w, u32 lane, Unit& unit, Shadow& shadow, u3
   for (const Sharers& other : list.others) one(other);
 }
 
-void Order::shared(const Warp& w, u32 lane, u32 offset, u32 bytes, Touch touch, u32 flags) {
+void Order::visit_shared(const Warp& w, u32 lane, u32 offset, u32 bytes, Touch touch, u32 flags) {
   Access mine;
   if (touch == Touch::kWrite) mine = now(w, lane, flags);
   const Where where{true, 0, offset, bytes};
   shadow_->visit(offset, bytes, touch == Touch::kWrite ? &mine : nullptr, sees_all(w), [&](Unit& unit) {
     check(w, lane, unit, *shadow_, touch, flags, where);
   });
+}
+
+// Whether the warp, or the one lane that there is, knows of all that the sharers did.
+inline bool Order::all_known(const Sharers& sharers, const Sharers& me, const Clock& seen) const {
+  if (sharers.cta != linear_ || sharers.time == kInFlight) return false;
+  return seen.knows_all(sharers.agent, sharers.time) || (sharers.agent == me.agent && sharers.lanes == me.lanes);
+}
+
+// Adds a reader to those that the warp, or all of its lanes, can be added to as they are.
+inline bool Order::quick_read(const Sharers& me, Unit& unit, const Clock& seen) {
+  Sharers& now = unit.sharers;
+  const auto joins = [&](Sharers& other) {
+    if (other.agent != me.agent || other.time != me.time || other.flags != 0 || other.cta != me.cta) return false;
+    other.lanes |= me.lanes;
+    other.pc = me.pc;
+    return true;
+  };
+  if (now.lanes == 0) {
+    now = me;
+    return true;
+  }
+  if ((now.flags & kStrong) != 0) return false;
+  if (now.agent != kMany) {
+    if (joins(now)) return true;
+    if (all_known(now, me, seen)) {
+      now = me;
+      return true;
+    }
+    if (now.agent == me.agent) return false;
+    shadow_->spread(unit);
+  }
+  const SharerList& list = shadow_->list_to_change(now);
+  Sharers place = me;
+  if (list.used >> me.agent & 1) {
+    place = shadow_->entry(now, linear_, me.agent);
+    if (!joins(place)) {
+      if (!all_known(place, me, seen)) return false;
+      place = me;
+    }
+  }
+  shadow_->set_entry(now, place);
+  return true;
+}
+
+// Takes the sharers away, where all that they did is known.
+inline bool Order::quick_write(const Sharers& me, Sharers& sharers, const Clock& seen) {
+  if (sharers.agent != kMany ? !all_known(sharers, me, seen) : !knows_list(me.agent, sharers, *shadow_)) return false;
+  shadow_->drop(sharers);
+  return true;
+}
+
+// A weak access of shared memory, of the kinds that are most of them: whole units, and everything before it is known. False
+// where it needs a closer look, which may find some units done already.
+bool Order::quick(const Warp& w, u32 lane, u32 offset, u32 bytes, bool write) {
+  u32 count;
+  Unit* units = shadow_->exact(offset, bytes, write, sees_all(w), count);
+  if (units == nullptr) return false;
+  const WarpClocks& mine = clocks_[w.index];
+  const Clock& seen = mine.common.views[kSeen];
+  const Sharers me{linear_, static_cast<u16>(w.index), 0, 1u << lane, mine.time, w.now};
+  for (Unit* unit = units; unit != units + count; unit++) {
+    const Access& last = unit->write;
+    if (last.time != 0) {
+      if (last.cta != linear_) return false;
+      if (!seen.knows_all(last.agent, last.time) && !(bytes < 16 && last.agent == w.index && last.lane == lane))
+        return false;
+    }
+    Sharers& sharers = unit->sharers;
+    if (!write) {
+      if (!quick_read(me, *unit, seen)) return false;
+      continue;
+    }
+    if (sharers.lanes != 0 && !quick_write(me, sharers, seen)) return false;
+    unit->write = now(w, lane);
+  }
+  return true;
 }
 
 void Order::global(const Warp& w, u32 lane, u32 region, u64 offset, u32 bytes, Touch touch, u32 flags) {

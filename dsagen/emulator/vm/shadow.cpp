@@ -1,4 +1,4 @@
-// What is kept of memory: units of 16, 4 or 1 bytes; see order.h.
+// What is kept of memory: units of 16, 4 or 1 bytes; see shadow.h.
 #include <cstdlib>
 
 #include "machine.h"
@@ -6,99 +6,150 @@
 namespace vm {
 Shadow::Shadow(u32 bytes, u32 warps) : warps_(warps), levels_((bytes + 15) / 16) {
   // Never read before split() has cleared it.
-  units_ = static_cast<Unit*>(std::calloc(std::max<size_t>(levels_.size() * 4, 1), sizeof(Unit)));
-  if (units_ == nullptr) throw Fault{"out of memory for the shadow of memory"};
+  wholes_ = static_cast<Unit*>(std::calloc(std::max<size_t>(levels_.size(), 1), sizeof(Unit)));
+  if (wholes_ == nullptr) throw Fault{"out of memory for the shadow of memory"};
 }
 
-Shadow::~Shadow() { std::free(units_); }
+Shadow::~Shadow() { std::free(wholes_); }
 
 void Shadow::reset() {
   std::fill(levels_.begin(), levels_.end(), 0);
-  bytes_units_.clear();
+  words_.clear();
+  byte_units_.clear();
+  free_words_.clear();
+  free_bytes_.clear();
   free_lists_.clear();
   for (u32 n = 0; n < lists_.size(); n++) free_list(n);
 }
 
+// ---- lists of sharers ----
+
 void Shadow::free_list(u32 list) {
-  std::fill(lists_[list].by_warp.begin(), lists_[list].by_warp.end(), Sharers{});
+  lists_[list].used = 0;
   lists_[list].others.clear();
   free_lists_.push_back(list);
 }
 
-void Shadow::spread(Unit& unit) {
+u32 Shadow::new_list() {
   if (free_lists_.empty()) {
     free_lists_.push_back(static_cast<u32>(lists_.size()));
     lists_.emplace_back();
-    lists_.back().by_warp.resize(warps_);
+    entries_.resize(lists_.size() * warps_);
   }
   const u32 list = free_lists_.back();
   free_lists_.pop_back();
-  if (unit.sharers.agent < warps_)
-    lists_[list].by_warp[unit.sharers.agent] = unit.sharers;
-  else
-    lists_[list].others.push_back(unit.sharers);
-  unit.sharers = {0, kMany, unit.sharers.flags, kFullMask, list, 0};
+  lists_[list].units = 1;
+  lists_[list].known_by = 0;
+  return list;
 }
 
-Unit Shadow::copied(const Unit& unit) {
-  Unit out = unit;
-  if (unit.sharers.lanes != 0 && unit.sharers.agent == kMany) {
-    const u32 from = unit.sharers.time;
-    out.sharers = {};
-    spread(out);
-    lists_[out.sharers.time] = lists_[from];
-    out.sharers.flags = unit.sharers.flags;
+void Shadow::spread(Unit& unit) {
+  const Sharers one = unit.sharers;
+  unit.sharers = {0, kMany, one.flags, kFullMask, new_list(), 0};
+  if (one.agent < warps_)
+    set_entry(unit.sharers, one);
+  else
+    list(unit.sharers).others.push_back(one);
+}
+
+// The list of these sharers alone, which may be changed.
+SharerList& Shadow::list_to_change(Sharers& sharers) {
+  if (list(sharers).units > 1) {
+    const u32 from = sharers.time;
+    sharers.time = new_list();
+    SharerList &mine = list(sharers), &old = lists_[from];
+    mine.used = old.used;
+    for (u32 m = old.used; m != 0; m &= m - 1) {
+      const u32 warp = static_cast<u32>(__builtin_ctz(m));
+      entries_[sharers.time * warps_ + warp] = entries_[from * warps_ + warp];
+    }
+    mine.others = old.others;
+    old.units--;
   }
+  list(sharers).known_by = 0;
+  return list(sharers);
+}
+
+// ---- units ----
+
+Unit Shadow::copied(const Unit& unit) {
+  if (unit.sharers.lanes != 0 && unit.sharers.agent == kMany) list(unit.sharers).units++;
+  return unit;
+}
+
+u32 Shadow::new_words() {
+  if (free_words_.empty()) {
+    free_words_.push_back(static_cast<u32>(words_.size()));
+    words_.emplace_back();
+  }
+  const u32 out = free_words_.back();
+  free_words_.pop_back();
   return out;
 }
 
+void Shadow::free_words(u32 granule) {
+  const u32 at = levels_[granule] / kKinds;
+  for (Unit& unit : words_[at]) drop(unit.sharers);
+  free_words_.push_back(at);
+}
+
 // Makes the units of 16 bytes finer.
-void Shadow::split(u32 granule, u32 level) {
-  u32& now = levels_[granule];
-  Unit* words = units_ + 4 * granule;
-  if (now == 0) {
-    for (int n = 0; n < 4; n++) words[n] = Unit{};
-    now = level == kWhole ? u32{kWhole} : u32{kWords};
+void Shadow::split(u32 granule, u32 wanted) {
+  u32& level = levels_[granule];
+  if (level == kUntouched) {
+    wholes_[granule] = Unit{};
+    level = kWhole;
   }
-  if (now == kWhole && level >= kWords) {
-    for (int n = 1; n < 4; n++) words[n] = copied(words[0]);
-    now = kWords;
+  if (level == kWhole && wanted >= kWords) {
+    const u32 at = new_words();
+    for (int n = 0; n < 4; n++) words_[at][n] = copied(wholes_[granule]);
+    drop(wholes_[granule].sharers);
+    level = kWords + kKinds * at;
   }
-  if (now == kWords && level >= kBytes) {
-    std::array<Unit, 16> units;
-    for (int n = 0; n < 16; n++) units[n] = copied(words[n / 4]);
-    for (int n = 0; n < 4; n++) drop(words[n].sharers);
-    bytes_units_.push_back(units);
-    now = kBytes + static_cast<u32>(bytes_units_.size()) - 1;
+  if ((level & kKind) == kWords && wanted >= kBytes) {
+    if (free_bytes_.empty()) {
+      free_bytes_.push_back(static_cast<u32>(byte_units_.size()));
+      byte_units_.emplace_back();
+    }
+    const u32 at = free_bytes_.back();
+    free_bytes_.pop_back();
+    for (int n = 0; n < 16; n++) byte_units_[at][n] = copied(words_[level / kKinds][n / 4]);
+    free_words(granule);
+    level = kBytes + kKinds * at;
   }
 }
 
 // Takes four words as one where a warp has written them at one time and nobody has accessed them since. Who wrote which
 // stays in their units.
 void Shadow::merge(u32 granule) {
-  const Unit* words = units_ + 4 * granule;
+  u32& level = levels_[granule];
+  const std::array<Unit, 4>& words = words_[level / kKinds];
   for (int n = 0; n < 4; n++) {
     const Access &a = words[0].write, &b = words[n].write;
     if (words[n].sharers.lanes != 0 || a.cta != b.cta || a.agent != b.agent || a.time != b.time || a.flags != b.flags)
       return;
   }
-  levels_[granule] = kMerged;
+  wholes_[granule] = words[0];
+  level += kMerged - kWords;
 }
 
 void Shadow::unmerge(u32 granule) {
-  Unit* words = units_ + 4 * granule;
-  for (int n = 1; n < 4; n++) words[n].sharers = copied(words[0]).sharers;
-  levels_[granule] = kWords;
+  u32& level = levels_[granule];
+  for (Unit& word : words_[level / kKinds]) word.sharers = copied(wholes_[granule]).sharers;
+  drop(wholes_[granule].sharers);
+  level += kWords - kMerged;
 }
 
 void Shadow::collapse(u32 granule, const Access& written) {
-  const u32 level = levels_[granule];
-  if (level >= kBytes)
-    for (Unit& unit : bytes_units_[level - kBytes]) drop(unit.sharers);
-  else
-    for (u32 n = 0; n < (level == kWords ? 4u : 1u); n++) drop(units_[4 * granule + n].sharers);
-  levels_[granule] = kWhole;
-  units_[4 * granule] = Unit{written, {}};
+  u32& level = levels_[granule];
+  if ((level & kKind) == kWords) {
+    free_words(granule);
+  } else {
+    for (Unit& unit : byte_units_[level / kKinds]) drop(unit.sharers);
+    free_bytes_.push_back(level / kKinds);
+  }
+  level = kWhole;
+  wholes_[granule] = Unit{written, {}};
 }
 
 namespace {
@@ -125,7 +176,7 @@ GlobalOrder::GlobalOrder(const Launch& launch, const std::vector<Region>& all) :
 }
 
 GlobalOrder::Page& GlobalOrder::page(u32 region, u64 number) {
-  std::unique_lock<std::mutex> guard(lock, std::defer_lock);
+  std::unique_lock<std::recursive_mutex> guard(lock, std::defer_lock);
   if (locks) guard.lock();
   std::unique_ptr<Page>& found = pages_[region][number];
   if (!found) found = std::make_unique<Page>();

@@ -1,0 +1,176 @@
+"""Top-k on the emulator: calls that take every way through its kernels, as nvcc compiles them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from decode import Kernel, compile_ptx
+
+from dsagen.arch import arch as arch_row
+from dsagen.division import page_divisor
+from dsagen.emulator import Memory
+from dsagen.families.topk.family import FAMILY, stream_variant
+from dsagen.families.topk.geometry import MOST_THREADS
+from dsagen.families.topk.reference import topk_reference, translate_reference
+from dsagen.plan import Variant
+from dsagen.render import render
+
+POISON = -77
+PAGE = 61
+ROWS, GAP = 6, 7  # rows that start off 16 B
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+WORKSPACE = ("histograms", "counters", "lists")
+
+
+@cache
+def kernel(score: str, arch: str) -> Kernel:
+    return compiled(stream_variant(score, arch_row(arch), MOST_THREADS))
+
+
+@cache
+def compiled(variant: Variant) -> Kernel:
+    plan = FAMILY.plan(variant)
+    return Kernel(plan, compile_ptx(render(plan).text, variant.arch))
+
+
+def normal(generator: torch.Generator, width: int) -> torch.Tensor:
+    return torch.randn(ROWS, width, generator=generator)
+
+
+def few_values(generator: torch.Generator, width: int) -> torch.Tensor:
+    return torch.randint(-2, 3, (ROWS, width), generator=generator).float()
+
+
+def one_binade(generator: torch.Generator, width: int) -> torch.Tensor:
+    """More candidates than the buffer holds share their first digit."""
+    return 1 + torch.rand(ROWS, width, generator=generator) / 1024
+
+
+def one_digit(generator: torch.Generator, width: int) -> torch.Tensor:
+    """All share their first digit, and bf16 ones differ in the second."""
+    return 1 + torch.rand(ROWS, width, generator=generator) / 4
+
+
+def equal(generator: torch.Generator, width: int) -> torch.Tensor:
+    """No list has room for those that tie, so that the last sweep writes them."""
+    return torch.full((ROWS, width), 3.0)
+
+
+def mostly_dropped(generator: torch.Generator, width: int) -> torch.Tensor:
+    """-inf, but for a few."""
+    return torch.randn(ROWS, width, generator=generator).masked_fill(
+        torch.rand(ROWS, width, generator=generator) > 0.02, -math.inf
+    )
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a call is made of: values of rows of a width, of which it selects `k`.
+
+    `ctas` take turns with the rows, or `parts` share each.
+    """
+
+    values: Callable[[torch.Generator, int], torch.Tensor]
+    width: int = 9001
+    k: int = 512
+    ordered: bool = True
+    drops: bool = False
+    ctas: int = ROWS
+    parts: int = 3
+
+
+@dataclass(frozen=True)
+class Call:
+    """Tensors of a call: windows of all kinds over padded rows, and a page table with a hole."""
+
+    of: Scores
+    padded: torch.Tensor
+    starts: torch.Tensor
+    lengths: torch.Tensor
+    table: torch.Tensor
+
+    @property
+    def scores(self) -> torch.Tensor:
+        return self.padded[:, : self.of.width]
+
+
+@cache
+def make_call(of: Scores, score: str) -> Call:
+    generator, width = torch.Generator().manual_seed(of.k), of.width
+    padded = torch.full((ROWS, width + GAP), math.nan, dtype=DTYPES[score])
+    padded[:, :width] = of.values(generator, width)
+    pages = -(-width // PAGE)
+    table = torch.randperm(ROWS * pages, generator=generator).to(torch.int32).reshape(ROWS, pages)
+    table[1, 5] = -1  # a page that was given back
+    starts = torch.tensor([0, 3, 1000, 0, 5, 0], dtype=torch.int32)
+    lengths = torch.tensor([width, width - 3, 700, 0, width - 8, 300], dtype=torch.int32)
+    return Call(of, padded, starts, lengths, table)
+
+
+def problem(call: Call, select: Kernel, seed: int, schedule: str | None = None, count: Kernel | None = None) -> str:
+    """What is wrong with a launch's results, empty when nothing is; EmulatorError for what a kernel must not do.
+
+    With `count`, the kernel that goes first, the call's parts share each row.
+    """
+    of = call.of
+    out = torch.full((ROWS, of.k + 3), POISON, dtype=torch.int32)
+    raw, counts = out.clone(), torch.full((ROWS,), POISON, dtype=torch.int32)
+    memory = Memory()
+    multiplier, shift = page_divisor(PAGE)
+    arguments = {
+        "scores": memory.add("scores", call.padded, writable=False), "row_stride": call.padded.stride(0),
+        "width": of.width, "k": of.k, "drops_neg_inf": int(of.drops), "rows": ROWS, "row_step": of.ctas,
+        "ordered": int(of.ordered),
+        "starts": memory.add("starts", call.starts, writable=False),
+        "lengths": memory.add("lengths", call.lengths, writable=False),
+        "out": memory.add("out", out), "out_stride": out.stride(0),
+        "raw": memory.add("raw", raw), "raw_stride": raw.stride(0),
+        "counts": memory.add("counts", counts), "offsets": 0,
+        "page_table": memory.add("page_table", call.table, writable=False), "table_stride": call.table.stride(0),
+        "table_rows": ROWS, "table_columns": call.table.shape[1], "table_of_row": 0, "table_starts": 0,
+        "page_multiplier": multiplier, "page_shift": shift, "page_size": PAGE,
+    }  # fmt: skip
+    left = ""
+    if count is None:
+        select.launch(of.ctas, arguments, memory, seed=seed, schedule=schedule)
+    else:
+        workspace = _workspace(of, select)
+        arguments |= _share_rows(of, workspace, memory)
+        count.launch(ROWS * of.parts, arguments, memory, seed=seed, schedule=schedule)
+        second = memory.after(*WORKSPACE) if select.plan.overlaps_previous else memory
+        select.launch(ROWS * of.parts, arguments, second, seed=seed, schedule=schedule)
+        left = ", ".join(name for name in WORKSPACE[:2] if workspace[name].any())
+
+    indices, how_many = topk_reference(
+        call.scores, of.k, lengths=call.lengths, starts=call.starts, drop_neg_inf=of.drops
+    )
+    poison = torch.full((ROWS, 3), POISON)
+    found = raw.long() if of.ordered else torch.cat((_ascending(raw[:, : of.k]), raw[:, of.k :].long()), 1)
+    ids = translate_reference(raw[:, : of.k].long(), page_table=call.table, page_size=PAGE)
+    wanted = {"raw": (found, torch.cat((indices, poison), 1)), "counts": (counts, how_many)}
+    wanted["out"] = (out, torch.cat((ids, poison), 1))
+    wrong = ", ".join(name for name, (got, want) in wanted.items() if not torch.equal(got.long(), want))
+    return wrong + (f" left in the workspace: {left}" if left else "")
+
+
+def _ascending(raw: torch.Tensor) -> torch.Tensor:
+    """Indices in order, then -1."""
+    last = 1 << 40
+    ordered = raw.long().masked_fill(raw < 0, last).sort(dim=1).values
+    return ordered.masked_fill(ordered == last, -1)
+
+
+def _workspace(of: Scores, select: Kernel) -> dict[str, torch.Tensor]:
+    slots = -(-of.k // 4) * 4
+    stride = max(-(-select.plan.constant("kElements") // 4) * 4, of.parts * slots)
+    sizes = (1 << select.plan.constant("kDigitBits"), 2, stride)
+    return {name: torch.zeros(ROWS, size, dtype=torch.int32) for name, size in zip(WORKSPACE, sizes, strict=True)}
+
+
+def _share_rows(of: Scores, workspace: dict[str, torch.Tensor], memory: Memory) -> dict[str, int]:
+    addresses = {name: memory.add(name, tensor, initialised=name != "lists") for name, tensor in workspace.items()}
+    return {"parts": of.parts, "part_slots": -(-of.k // 4) * 4, "list_stride": workspace["lists"].shape[1], **addresses}
