@@ -29,8 +29,9 @@ from dsagen.runtime.device_kernels import DeviceKernels
 from dsagen.runtime.driver import CudaDriver, Driver
 from dsagen.runtime.emulated import DEVICE as EMULATOR
 from dsagen.runtime.emulated import EmulatorDriver, EmulatorOptions, emulated_arch, read_ptx, require_known_device
+from dsagen.runtime.kv_cache import FORMS as CACHE_FORMS
 from dsagen.runtime.kv_cache import OP as CACHE_OP
-from dsagen.runtime.launch import ReadyLaunches
+from dsagen.runtime.launch import OpLaunches
 from dsagen.runtime.loader import Loader, ReadCode, device_arch, read_cubins
 from dsagen.runtime.plan_cache import PlanCache, PlanKey
 from dsagen.runtime.sparse_decode import (
@@ -38,11 +39,11 @@ from dsagen.runtime.sparse_decode import (
     DecodeBinder,
     DecodeTensors,
     SparseDecodePlan,
-    call_arguments,
     check_index_values,
     make_outputs,
     require_scale,
 )
+from dsagen.runtime.topk import FORM as TOPK_FORM
 from dsagen.runtime.topk import OP as TOPK_OP
 from dsagen.runtime.topk_ops import TopkOps
 from dsagen.spec import DeploymentSpec, load_spec
@@ -136,7 +137,10 @@ class Kernels(CacheOps, TopkOps):
         self._driver = open_driver()
         self._loader = Loader(self._driver, read)
         self._binder = DecodeBinder(spec, self._driver)
-        self._launches = ReadyLaunches(self._driver, self._debug_sync)
+        self._topk_launches = OpLaunches(self._driver, TOPK_FORM, self._debug_sync)
+        self._cache_launches = {
+            role: OpLaunches(self._driver, form, self._debug_sync) for role, form in CACHE_FORMS.items()
+        }
         self._devices: dict[int, DeviceKernels] = {}
         # What calls without a plan share.
         self._plans: PlanCache[PlanKey, SparseDecodePlan] = PlanCache()
@@ -281,16 +285,22 @@ class Kernels(CacheOps, TopkOps):
         pass one. Raises GuardError for tensors that do not fit, FrozenError for what would have to be made during
         capture, DeviceError when the driver refuses.
         """
+        if type(plan) is SparseDecodePlan and plan.spec is self.spec and not self._checks_values:
+            made_out, made_lse = (out, lse) if out is not None and lse is not None else plan.new_outputs()
+            result = made_out if out is None else out, made_lse if lse is None else lse
+            if plan.repeat(q, k_cache, indices, topk_length, attn_sink, *result, softmax_scale):
+                return result
         self._require_op(OP)
         tensors = DecodeTensors(q, k_cache, indices, topk_length, attn_sink, out, lse)
         binding = self._binder.bind(tensors)
-        scale = self.spec.sm_scale if softmax_scale is None else require_scale(softmax_scale)
+        if softmax_scale is not None:
+            require_scale(softmax_scale)
         ordinal = self._driver.ordinal(binding.device)
         assert ordinal is not None
         stream = self._driver.current_stream(ordinal)
         if plan is None:
             if binding.batch * binding.s_q == 0:
-                return make_outputs(tensors, self.spec.dims.d_v)
+                return _results(make_outputs(tensors, self.spec.dims.d_v))
             plan = self._shared_plan(PlanKey(binding.batch, binding.s_q, binding.topk, ordinal, stream))
         else:
             self._require_own(plan)
@@ -299,11 +309,10 @@ class Kernels(CacheOps, TopkOps):
         rows = binding.batch * binding.s_q
         if self._checks_values and rows:
             self._check_values(tensors, ordinal)
-        results = make_outputs(tensors, self.spec.dims.d_v)
+        bound = make_outputs(tensors, self.spec.dims.d_v)
         if rows:
-            call = call_arguments(tensors, *results, scale)
-            plan.launch(binding.arguments, call, stream, (*tensors, *results))
-        return results
+            plan.launch(binding.arguments, bound, softmax_scale, stream)
+        return _results(bound)
 
     def _shared_plan(self, key: PlanKey) -> SparseDecodePlan:
         with self._lock:
@@ -376,3 +385,8 @@ class Kernels(CacheOps, TopkOps):
         if named.type == "cuda" and named.index is None:
             return self._driver.current_device()
         return self._driver.ordinal(named)
+
+
+def _results(tensors: DecodeTensors) -> tuple[torch.Tensor, torch.Tensor]:
+    assert tensors.out is not None and tensors.lse is not None
+    return tensors.out, tensors.lse

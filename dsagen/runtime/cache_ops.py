@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -11,9 +12,11 @@ from dsagen.arch import arch
 from dsagen.families.kv_cache.family import EXTRA
 from dsagen.families.kv_cache.op import RowsShape, explain_call
 from dsagen.guard import require_bool
+from dsagen.runtime.blocks import Number
 from dsagen.runtime.device_kernels import DeviceKernels
 from dsagen.runtime.driver import Driver
 from dsagen.runtime.kv_cache import (
+    FORMS,
     OP,
     bind_convert,
     bind_read,
@@ -23,7 +26,7 @@ from dsagen.runtime.kv_cache import (
     make_out,
     out_arguments,
 )
-from dsagen.runtime.launch import Number, ReadyLaunches
+from dsagen.runtime.launch import OpLaunches, Step
 from dsagen.runtime.loader import Loader
 from dsagen.spec import DeploymentSpec
 
@@ -34,7 +37,8 @@ class CacheOps(ABC):
     spec: DeploymentSpec
     _driver: Driver
     _loader: Loader
-    _launches: ReadyLaunches
+    # By role.
+    _cache_launches: Mapping[str, OpLaunches]
     _checks_values: bool
 
     @abstractmethod
@@ -72,6 +76,9 @@ class CacheOps(ABC):
         Nothing but the named slots is written. Raises GuardError for what does not fit, FrozenError when the kernel
         would have to be loaded during capture or after freeze(), DeviceError when the driver refuses.
         """
+        call = (rows, k_cache, slots, k_pe, kpe_cache, extra)
+        if not self._checks_values and self._cache_launches["write"].repeat(*call):
+            return
         self._require_op(OP)
         record, write = cache_of(self.spec, require_bool("extra", extra)), self.spec.kv_write
         assert write is not None
@@ -79,7 +86,7 @@ class CacheOps(ABC):
         arguments = bind_write(tensors, record, write.rows, self._driver)
         ordinal = self._ordinal_of(rows)
         self._check_slots(ordinal, {"slots": (slots, arguments["pool_tokens"])})
-        self._launch_rows("write", extra, ordinal, arguments, tensors.values())
+        self._launch_rows("write", extra, ordinal, arguments, call)
 
     def kv_read(
         self,
@@ -104,6 +111,10 @@ class CacheOps(ABC):
 
         A row without a slot in the pool is zeros. Raises as kv_write does.
         """
+        sources = (k_cache, kpe_cache, slots, block_table, row_starts, token_starts)
+        repeat = self._cache_launches["read"].repeat
+        if out is not None and not self._checks_values and repeat(*sources, out, extra, rows):
+            return out
         self._require_op(OP)
         record = cache_of(self.spec, require_bool("extra", extra))
         tensors = {
@@ -119,8 +130,8 @@ class CacheOps(ABC):
         ordinal = self._ordinal_of(k_cache)
         self._check_slots(ordinal, {"slots": (slots, arguments["pool_tokens"])})
         result = make_out(out, int(arguments["rows_count"]), record, k_cache.device)
-        operands = {**tensors, "out": result}.values()
-        self._launch_rows("read", extra, ordinal, {**arguments, **out_arguments(result)}, operands)
+        call = (*sources, result, extra, rows)
+        self._launch_rows("read", extra, ordinal, {**arguments, **out_arguments(result)}, call)
         return result
 
     def kv_convert(
@@ -141,6 +152,9 @@ class CacheOps(ABC):
 
         Bytes are moved, not decoded. Raises as kv_write does.
         """
+        call = (source, target, source_slots, target_slots, extra)
+        if not self._checks_values and self._cache_launches["convert"].repeat(*call):
+            return
         self._require_op(OP)
         record = cache_of(self.spec, require_bool("extra", extra))
         slots = {"source_slots": source_slots, "target_slots": target_slots}
@@ -148,7 +162,7 @@ class CacheOps(ABC):
         ordinal = self._ordinal_of(source)
         pools = ("source_tokens", "target_tokens")
         self._check_slots(ordinal, {n: (t, arguments[p]) for (n, t), p in zip(slots.items(), pools, strict=True)})
-        self._launch_rows("convert", extra, ordinal, arguments, (source, target, *slots.values()))
+        self._launch_rows("convert", extra, ordinal, arguments, call)
 
     def _check_slots(self, ordinal: int, slots: Mapping[str, tuple[torch.Tensor | None, Number]]) -> None:
         if self._checks_values:
@@ -162,13 +176,15 @@ class CacheOps(ABC):
         extra: bool,
         ordinal: int,
         arguments: Mapping[str, Number],
-        operands: Iterable[torch.Tensor | None],
+        call: tuple[Any, ...],
     ) -> None:
+        """Launch a role's kernel; `call` is what identifies the call, see FORMS: its tensors come first."""
         shape = RowsShape(int(arguments["rows_count"]))
         if shape.rows:
             (plan,) = self._on(ordinal).by_role[OP, role + EXTRA if extra else role]
-            kernel, stream = self._loader.load(plan, ordinal), self._driver.current_stream(ordinal)
-            self._launches.launch(OP, [kernel], shape.blocks, stream, arguments, tuple(operands))
+            step, stream = Step(self._loader.load(plan, ordinal), shape.blocks), self._driver.current_stream(ordinal)
+            operands = call[: len(FORMS[role].tensors)]
+            self._cache_launches[role].launch([step], stream, arguments, operands, call)
 
     def _explain_rows(self, ordinal: int, rows: int) -> str:
         """What calls of the cache ops with that many rows take."""

@@ -12,6 +12,7 @@ import torch
 
 from dsagen import knobs
 from dsagen.errors import DeviceError
+from dsagen.runtime.native import open_launcher
 
 # CUDA 12.8, the first driver generation (570) whose loader takes what the build makes.
 MIN_DRIVER_VERSION = 12080
@@ -75,7 +76,8 @@ class PointerField:
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """One launch: `grid` CTAs in x, `threads` each. `overlaps_previous` asks for programmatic stream serialisation.
+    """One launch: `grid` CTAs in x, `threads` each, `cluster` of them in one. `overlaps_previous` asks for programmatic
+    stream serialisation.
 
     `pointers` are for a driver that keeps kernels to the memory of their call.
     """
@@ -86,6 +88,7 @@ class LaunchConfig:
     stream: int
     overlaps_previous: bool
     pointers: tuple[PointerField, ...] = field(default=(), repr=False, compare=False)
+    cluster: int = 1
 
 
 # The tensors of a call that its argument block may point into. A CUDA device maps all memory and ignores them.
@@ -121,6 +124,15 @@ class Driver(Protocol):
         `params` is the address of the array of parameter pointers, which must stay alive.
         """
 
+    def launcher(self) -> Any:
+        """The launcher in C on this driver, or None: then launches are made by `make_launch`."""
+
+    def handles(self, ordinal: int, kernel: Any) -> tuple[int, int]:
+        """A kernel's function and the context that it runs in, as the launcher takes them."""
+
+    def error_of(self, what: str, code: int) -> DriverError:
+        """The error for a code that the driver has given the launcher."""
+
     def synchronize(self, ordinal: int, stream: int) -> None: ...  # noqa: D102
     def keep_for_stream(self, ordinal: int, tensor: torch.Tensor) -> None:
         """Tell the allocator that the current stream uses a tensor, so that its memory outlives that work."""
@@ -137,6 +149,7 @@ class CudaDriver:
         self._contexts: dict[int, Any] = {}
         self._lock = threading.Lock()
         _require_torch_cuda()
+        self._launcher = open_launcher()
         torch.cuda.init()  # type: ignore[no-untyped-call]
 
     def device_count(self) -> int:
@@ -229,12 +242,8 @@ class CudaDriver:
         launch.blockDimX, launch.blockDimY, launch.blockDimZ = config.threads, 1, 1
         launch.sharedMemBytes = config.smem_bytes
         launch.hStream = config.stream
-        if config.overlaps_previous:
-            attribute = self._cuda.CUlaunchAttribute()
-            attribute.id = self._cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            attribute.value.programmaticStreamSerializationAllowed = 1
-            launch.attrs = [attribute]
-            launch.numAttrs = 1
+        launch.attrs = self._launch_attributes(config)
+        launch.numAttrs = len(launch.attrs)
         function, call = kernel.function, self._cuda.cuLaunchKernelEx
 
         def run(_: Operands) -> None:
@@ -243,6 +252,34 @@ class CudaDriver:
             _check(self._cuda, "cuLaunchKernelEx", result)
 
         return run
+
+    def _launch_attributes(self, config: LaunchConfig) -> list[Any]:
+        kinds, attributes = self._cuda.CUlaunchAttributeID, []
+        if config.overlaps_previous:
+            overlap = self._cuda.CUlaunchAttribute()
+            overlap.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            overlap.value.programmaticStreamSerializationAllowed = 1
+            attributes.append(overlap)
+        if config.cluster > 1:
+            cluster = self._cuda.CUlaunchAttribute()
+            cluster.id = kinds.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            cluster.value.clusterDim.x = config.cluster
+            cluster.value.clusterDim.y = cluster.value.clusterDim.z = 1
+            attributes.append(cluster)
+        return attributes
+
+    def launcher(self) -> Any:
+        """The launcher in C, unless DSAGEN_LAUNCHER forbids it or it cannot be compiled."""
+        return self._launcher.launcher
+
+    def handles(self, ordinal: int, kernel: Any) -> tuple[int, int]:
+        """The function in the device's context, and that context."""
+        with self._current(ordinal):
+            return int(kernel.function), int(self._contexts[ordinal])
+
+    def error_of(self, what: str, code: int) -> DriverError:
+        """The error with the driver's own words."""
+        return _driver_error(self._cuda, what, self._cuda.CUresult(code))
 
     def synchronize(self, ordinal: int, stream: int) -> None:
         """Wait for a stream; raises what its work reports."""

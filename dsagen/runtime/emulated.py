@@ -20,7 +20,14 @@ from dsagen.emulator.library import load_library
 from dsagen.errors import DeviceError, EmulatorLimitError, GuardError
 from dsagen.guard import require_int
 from dsagen.plan import KernelPlan
-from dsagen.runtime.driver import DeviceFacts, KernelAttributes, LaunchConfig, Operands, PointerField
+from dsagen.runtime.driver import (
+    DeviceFacts,
+    DriverError,
+    KernelAttributes,
+    LaunchConfig,
+    Operands,
+    PointerField,
+)
 from dsagen.runtime.loader import code_of_entries
 from dsagen.runtime.tensors import span_bytes
 
@@ -206,6 +213,17 @@ class EmulatorDriver:
                 self.options.observe(EmulatedLaunch(kernel.symbol, config.grid, counts))
 
         return run
+
+    def launcher(self) -> None:
+        """None: there is no CUDA driver to launch on."""
+
+    def handles(self, ordinal: int, kernel: _Kernel) -> tuple[int, int]:
+        """Never asked for, without a launcher."""
+        raise DeviceError(f"{kernel.symbol}: the emulator has no handles of a CUDA driver")
+
+    def error_of(self, what: str, code: int) -> DriverError:
+        """Never asked for, without a launcher."""
+        return DriverError(what, str(code), "no error of the emulator")
 
     def synchronize(self, ordinal: int, stream: int) -> None:
         """Nothing: launches have ended when they return."""

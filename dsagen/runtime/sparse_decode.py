@@ -16,8 +16,9 @@ from dsagen.families.sparse_decode.choice import TENSOR_GUARDS
 from dsagen.families.sparse_decode.guards import INDEX_GUARD, LENGTH_GUARD, WORKSPACE_GUARD
 from dsagen.families.sparse_decode.op import WORKSPACE_ALIGNMENT_BYTES, DecodePartition
 from dsagen.guard import check
+from dsagen.runtime.blocks import Number
 from dsagen.runtime.driver import Driver, Operands
-from dsagen.runtime.launch import ArgumentBlock, KernelLaunch, Number
+from dsagen.runtime.launch import CallForm, OpLaunches, Step
 from dsagen.runtime.loader import LoadedKernel
 from dsagen.runtime.tensors import (
     TensorRule,
@@ -58,6 +59,20 @@ class DecodeTensors(NamedTuple):
         """Name and tensor of those that the call brings; q, k_cache and indices always."""
         pairs = zip(self._fields, self, strict=True)
         return [(name, tensor) for name, tensor in pairs if tensor is not None or name in _REQUIRED]
+
+
+# Pointers of the argument blocks, and the tensors that they lead into.
+_ADDRESSES = {
+    "q": "q",
+    "kv": "k_cache",
+    "indices": "indices",
+    "topk_length": "topk_length",
+    "attn_sink": "attn_sink",
+    "out": "out",
+    "lse": "lse",
+}
+# A call is its tensors and the softmax scale, as given.
+FORM = CallForm(OP, DecodeTensors._fields, _OUTPUTS, 1, _ADDRESSES, frozenset({"lse_accum", "o_accum"}))
 
 
 @dataclass(frozen=True)
@@ -172,7 +187,7 @@ class SparseDecodePlan:
         self.batch, self.s_q, self.topk = shape
         self.partition = partition
         self.device = driver.torch_device(main.ordinal)
-        self._driver, self._main, self._combine, self._debug_sync = driver, main, combine, debug_sync
+        self._driver, self._main = driver, main
         self.workspace = _checked_workspace(workspace, partition.workspace_bytes, self.device)
         self._lent = self.workspace if workspace is not None else None
         base = self.workspace.data_ptr() if self.workspace is not None else 0
@@ -183,8 +198,15 @@ class SparseDecodePlan:
             "lse_accum": base,
             "o_accum": base + partition.o_accum_offset_bytes if base else 0,
         }
-        self._blocks = [ArgumentBlock(kernel.plan) for kernel in (main, combine) if kernel is not None]
-        self._launches: list[KernelLaunch] = []
+        grids = (partition.main_ctas, partition.combine_ctas)
+        kernels = [kernel for kernel in (main, combine) if kernel is not None]
+        self._steps = [Step(kernel, grid) for kernel, grid in zip(kernels, grids, strict=False)]
+        self._launches = OpLaunches(driver, FORM, debug_sync)
+        self._launches.hold_stream(None)
+        if self._lent is not None:
+            self._launches.reserve(self._lent)
+        # See OpLaunches; takes the tensors of a call in the order of DecodeTensors, all outputs given, and the scale.
+        self.repeat = self._launches.repeat
         self._stream: int | None = None
         self._lock = threading.Lock()
 
@@ -211,7 +233,13 @@ class SparseDecodePlan:
     def rebind(self) -> None:
         """Let the next launch choose the stream anew; the caller vouches that work on the old one is done."""
         with self._lock:
+            self._launches.hold_stream(None)
             self._stream = None
+
+    def new_outputs(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out, lse) for a call of the plan's shape, as `make_outputs` makes them."""
+        d_v = self.spec.dims.d_v
+        return new_outputs(self.batch, self.s_q, self.spec.heads, d_v, self.device)
 
     def require_shape(self, binding: Binding) -> None:
         """Refuse a call of another shape or device than the plan's."""
@@ -240,16 +268,24 @@ class SparseDecodePlan:
             "make another one with plan_sparse_decode"
         )
 
-    def launch(self, bound: Mapping[str, Number], call: Mapping[str, Number], stream: int, operands: Operands) -> None:
-        """Launch the op's kernels with the arguments of a binding and a call; `operands` are the call's tensors."""
-        # One lock for both kernels: a second thread's main kernel must not come between them.
+    def launch(
+        self,
+        bound: Mapping[str, Number],
+        tensors: DecodeTensors,
+        softmax_scale: float | None,
+        stream: int,
+    ) -> None:
+        """Launch the op's kernels with the arguments of a binding; `tensors` has all outputs, `softmax_scale` as given.
+
+        GuardError for another stream than the plan's.
+        """
+        scale = self.spec.sm_scale if softmax_scale is None else require_scale(softmax_scale)
+        values = {**self._arguments, **bound, **call_arguments(tensors, scale)}
         with self._lock:
             if stream != self._stream:
                 self._bind(stream)
-            values = {**self._arguments, **bound, **call}
-            reached = (*operands, self.workspace)
-            for launch in self._launches:
-                launch(values, reached)
+            operands: Operands = (*tensors, self.workspace)
+            self._launches.launch(self._steps, stream, values, operands, (*tensors, softmax_scale))
 
     def _bind(self, stream: int) -> None:
         if self._stream is not None:
@@ -257,42 +293,37 @@ class SparseDecodePlan:
                 f"[T-10] plan: belongs to stream {self._stream:#x}, the current stream is {stream:#x}: make a plan for "
                 "each stream (and for each captured graph), or call plan.rebind() once the other stream's work is done"
             )
-        kernels = [kernel for kernel in (self._main, self._combine) if kernel is not None]
-        grids = (self.partition.main_ctas, self.partition.combine_ctas)
-        self._launches = [
-            KernelLaunch(self._driver, OP, kernel, grid, stream, block, self._debug_sync)
-            for kernel, grid, block in zip(kernels, grids, self._blocks, strict=False)
-        ]
         if self.workspace is not None:
             self._driver.keep_for_stream(self._main.ordinal, self.workspace)
         self._stream = stream
+        self._launches.hold_stream(stream)
 
 
-def make_outputs(t: DecodeTensors, d_v: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) as given, or new: out bf16 [b, s_q, h, d_v], lse fp32 [b, h, s_q] as a view of [b, s_q, h]."""
+def make_outputs(t: DecodeTensors, d_v: int) -> DecodeTensors:
+    """The tensors with out and lse as given, or new: out bf16 [b, s_q, h, d_v], lse fp32 [b, h, s_q]."""
     batch, s_q, heads = t.q.shape[:3]
     out, lse = t.out, t.lse
-    if out is None:
-        out = torch.empty((batch, s_q, heads, d_v), dtype=torch.bfloat16, device=t.q.device)
+    if out is None or lse is None:
+        new_out, new_lse = new_outputs(batch, s_q, heads, d_v, t.q.device)
         # A mode of torch that is active makes something else of it.
-        require_plain("out", out)
-    if lse is None:
-        lse = torch.empty((batch, s_q, heads), dtype=torch.float32, device=t.q.device).transpose(1, 2)
-    return out, lse
+        require_plain("out", new_out)
+        out, lse = new_out if out is None else out, new_lse if lse is None else lse
+    return t._replace(out=out, lse=lse)
 
 
-def call_arguments(t: DecodeTensors, out: torch.Tensor, lse: torch.Tensor, softmax_scale: float) -> dict[str, Number]:
+def new_outputs(batch: int, s_q: int, heads: int, d_v: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """New out bf16 [b, s_q, h, d_v], and lse fp32 [b, h, s_q] as a view of [b, s_q, h]."""
+    out = torch.empty((batch, s_q, heads, d_v), dtype=torch.bfloat16, device=device)
+    return out, torch.empty((batch, s_q, heads), dtype=torch.float32, device=device).transpose(1, 2)
+
+
+def call_arguments(t: DecodeTensors, softmax_scale: float) -> dict[str, Number]:
     """The arguments that change from call to call: addresses and the scale."""
-    return {
-        "q": t.q.data_ptr(),
-        "kv": t.k_cache.data_ptr(),
-        "indices": t.indices.data_ptr(),
-        "topk_length": 0 if t.topk_length is None else t.topk_length.data_ptr(),
-        "attn_sink": 0 if t.attn_sink is None else t.attn_sink.data_ptr(),
-        "out": out.data_ptr(),
-        "lse": lse.data_ptr(),
-        "scale_log2": softmax_scale * _LOG2_E,
-    }
+    found: dict[str, Number] = {"scale_log2": softmax_scale * _LOG2_E}
+    for name, source in _ADDRESSES.items():
+        tensor = getattr(t, source)
+        found[name] = 0 if tensor is None else tensor.data_ptr()
+    return found
 
 
 def spec_arguments(spec: DeploymentSpec) -> dict[str, Number]:
@@ -368,8 +399,14 @@ def _input_strides(t: DecodeTensors) -> dict[str, int]:
 
 
 def _output_strides(t: DecodeTensors, batch: int, s_q: int, heads: int, d_v: int) -> dict[str, int]:
-    out = (s_q * heads * d_v, heads * d_v, d_v) if t.out is None else free_strides(t.out)
-    lse = (s_q * heads, 1, heads) if t.lse is None else free_strides(t.lse)
+    # What is not given is made as `new_outputs` does.
+    new = (
+        ((batch, s_q * heads * d_v), (s_q, heads * d_v), (heads, d_v)),
+        ((batch, s_q * heads), (heads, 1), (s_q, heads)),
+    )
+    new_out, new_lse = (tuple(stride if size > 1 else 0 for size, stride in dims) for dims in new)
+    out = new_out if t.out is None else free_strides(t.out)
+    lse = new_lse if t.lse is None else free_strides(t.lse)
     return {
         "out_stride_b": out[0],
         "out_stride_s": out[1],
@@ -378,6 +415,11 @@ def _output_strides(t: DecodeTensors, batch: int, s_q: int, heads: int, d_v: int
         "lse_stride_h": lse[1],
         "lse_stride_s": lse[2],
     }
+
+
+def _free(strides: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """As `free_strides` gives them for a tensor of these."""
+    return tuple(stride if size > 1 else 0 for stride, size in zip(strides, sizes, strict=True))
 
 
 def _new_workspace(needed_bytes: int, device: torch.device) -> torch.Tensor:

@@ -90,6 +90,15 @@ class FakeDriver:
 
         return run
 
+    def launcher(self):
+        return None
+
+    def handles(self, ordinal: int, kernel: str) -> tuple[int, int]:
+        raise AssertionError("asked for handles without a launcher")
+
+    def error_of(self, what: str, code: int) -> DriverError:
+        raise AssertionError("asked for an error of the launcher")
+
     def synchronize(self, ordinal: int, stream: int) -> None:
         self.syncs += 1
         if self.sync_error:

@@ -43,6 +43,8 @@ int cuDevicePrimaryCtxRetain(void** context, int device) { *context = (void*)(0x
 int cuCtxGetCurrent(void** context) { *context = current; return 0; }
 int cuCtxPushCurrent(void* context) { SAY("push %p", context); current = context; return 0; }
 int cuCtxPopCurrent(void** context) { SAY("pop %p", current); *context = current; current = NULL; return 0; }
+int cuCtxPushCurrent_v2(void* context) { return cuCtxPushCurrent(context); }
+int cuCtxPopCurrent_v2(void** context) { return cuCtxPopCurrent(context); }
 int cuLibraryLoadData(void** library, const void* code, void* a, void* b, unsigned c, void* d, void* e, unsigned f) {
   (void)a, (void)b, (void)d, (void)e;
   SAY("load %.8s options %u %u current %p", (const char*)code, c, f, current);
