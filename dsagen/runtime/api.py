@@ -23,12 +23,15 @@ from dsagen.guard import require_int
 from dsagen.log import configure_library_logging
 from dsagen.matrix import expand
 from dsagen.plan import KernelPlan
+from dsagen.runtime import torch_ops as torch_ops  # defines the ops
+from dsagen.runtime import traced
 from dsagen.runtime.bundled import BundledCode
 from dsagen.runtime.cache_ops import CacheOps
 from dsagen.runtime.device_kernels import DeviceKernels
 from dsagen.runtime.driver import CudaDriver, Driver
 from dsagen.runtime.emulated import DEVICE as EMULATOR
 from dsagen.runtime.emulated import EmulatorDriver, EmulatorOptions, emulated_arch, read_ptx, require_known_device
+from dsagen.runtime.handles import register
 from dsagen.runtime.kv_cache import FORMS as CACHE_FORMS
 from dsagen.runtime.kv_cache import OP as CACHE_OP
 from dsagen.runtime.launch import OpLaunches
@@ -148,6 +151,8 @@ class Kernels(CacheOps, TopkOps):
         self._lock = threading.RLock()
         self._default = self._driver.current_device() if device is None else self._ordinal(device)
         self._loader.fetch(self._on(self._default).plans)
+        # What the ops of torch know these kernels by; see torch_ops.
+        self.handle = register(self, self._archs, type(self._driver).__name__)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise DsagenError(
@@ -285,13 +290,72 @@ class Kernels(CacheOps, TopkOps):
         pass one. Raises GuardError for tensors that do not fit, FrozenError for what would have to be made during
         capture, DeviceError when the driver refuses.
         """
-        if type(plan) is SparseDecodePlan and plan.spec is self.spec and not self._checks_values:
-            made_out, made_lse = (out, lse) if out is not None and lse is not None else plan.new_outputs()
-            result = made_out if out is None else out, made_lse if lse is None else lse
-            if plan.repeat(q, k_cache, indices, topk_length, attn_sink, *result, softmax_scale):
-                return result
-        self._require_op(OP)
+        if torch.compiler.is_compiling():
+            options = {"topk_length": topk_length, "attn_sink": attn_sink, "softmax_scale": softmax_scale}
+            d_v = self.spec.dims.d_v
+            return traced.sparse_decode(self.handle, plan, (q, k_cache, indices), out, lse, d_v, **options)
+        # What `_repeat_decode` does, without a detour for the call that matters most.
+        if (
+            out is not None
+            and lse is not None
+            and type(plan) is SparseDecodePlan
+            and plan.spec is self.spec
+            and not self._checks_values
+            and plan.repeat(q, k_cache, indices, topk_length, attn_sink, out, lse, softmax_scale)
+        ):
+            return out, lse
         tensors = DecodeTensors(q, k_cache, indices, topk_length, attn_sink, out, lse)
+        if plan is None:
+            return self.decode_with_shared_plan(tensors, softmax_scale)
+        return self._repeat_decode(tensors, plan, softmax_scale) or self._decode(tensors, plan, softmax_scale)
+
+    def decode_with_shared_plan(
+        self, tensors: DecodeTensors, softmax_scale: float | None, num_splits: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As sparse_decode with the plan that calls of this shape and split count share on the current stream."""
+        plan = self._known_plan(tensors, num_splits)
+        found = None if plan is None else self._repeat_decode(tensors, plan, softmax_scale)
+        return found or self._decode(tensors, None, softmax_scale, num_splits)
+
+    def _repeat_decode(
+        self, tensors: DecodeTensors, plan: SparseDecodePlan, softmax_scale: float | None
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Launch a call again that is like one that the plan has launched; None where there is none."""
+        if type(plan) is not SparseDecodePlan or plan.spec is not self.spec or self._checks_values:
+            return None
+        q, k_cache, indices, topk_length, attn_sink, out, lse = tensors
+        if out is None or lse is None:
+            made = plan.new_outputs()
+            out, lse = made[0] if out is None else out, made[1] if lse is None else lse
+        if plan.repeat(q, k_cache, indices, topk_length, attn_sink, out, lse, softmax_scale):
+            return out, lse
+        return None
+
+    def _known_plan(self, tensors: DecodeTensors, num_splits: int | None) -> SparseDecodePlan | None:
+        """The plan that a call without one has, if there is one already: nothing is checked yet."""
+        try:
+            batch, s_q, topk = tensors.indices.shape
+            ordinal = self._driver.ordinal(tensors.indices.device)
+        except (AttributeError, ValueError):
+            return None
+        if ordinal is None:
+            return None
+        key = PlanKey(batch, s_q, topk, ordinal, self._driver.current_stream(ordinal), num_splits)
+        with self._lock:
+            plan = self._plans.get(key)
+            if plan is not None and self._driver.is_capturing(ordinal):
+                self._plans.pin(key)
+            return plan
+
+    def _decode(
+        self,
+        tensors: DecodeTensors,
+        plan: SparseDecodePlan | None,
+        softmax_scale: float | None,
+        num_splits: int | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A call that has to be checked first."""
+        self._require_op(OP)
         binding = self._binder.bind(tensors)
         if softmax_scale is not None:
             require_scale(softmax_scale)
@@ -301,7 +365,7 @@ class Kernels(CacheOps, TopkOps):
         if plan is None:
             if binding.batch * binding.s_q == 0:
                 return _results(make_outputs(tensors, self.spec.dims.d_v))
-            plan = self._shared_plan(PlanKey(binding.batch, binding.s_q, binding.topk, ordinal, stream))
+            plan = self._shared_plan(PlanKey(binding.batch, binding.s_q, binding.topk, ordinal, stream, num_splits))
         else:
             self._require_own(plan)
             plan.require_shape(binding)
@@ -318,7 +382,9 @@ class Kernels(CacheOps, TopkOps):
         with self._lock:
             plan = self._plans.get(key)
             if plan is None:
-                plan = self.plan_sparse_decode(key.batch, key.s_q, key.topk, device=key.ordinal)
+                plan = self.plan_sparse_decode(
+                    key.batch, key.s_q, key.topk, num_splits=key.num_splits, device=key.ordinal
+                )
                 self._plans.add(key, plan)
             elif self._driver.is_capturing(key.ordinal):
                 self._plans.pin(key)

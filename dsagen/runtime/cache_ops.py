@@ -12,6 +12,7 @@ from dsagen.arch import arch
 from dsagen.families.kv_cache.family import EXTRA
 from dsagen.families.kv_cache.op import RowsShape, explain_call
 from dsagen.guard import require_bool
+from dsagen.runtime import traced
 from dsagen.runtime.blocks import Number
 from dsagen.runtime.device_kernels import DeviceKernels
 from dsagen.runtime.driver import Driver
@@ -35,6 +36,7 @@ class CacheOps(ABC):
     """kv_write, kv_read and kv_convert over what `Kernels` provides."""
 
     spec: DeploymentSpec
+    handle: str
     _driver: Driver
     _loader: Loader
     # By role.
@@ -76,9 +78,11 @@ class CacheOps(ABC):
         Nothing but the named slots is written. Raises GuardError for what does not fit, FrozenError when the kernel
         would have to be loaded during capture or after freeze(), DeviceError when the driver refuses.
         """
+        if torch.compiler.is_compiling():
+            return traced.kv_write(self.handle, rows, k_cache, slots, k_pe=k_pe, kpe_cache=kpe_cache, extra=extra)
         call = (rows, k_cache, slots, k_pe, kpe_cache, extra)
         if not self._checks_values and self._cache_launches["write"].repeat(*call):
-            return
+            return None
         self._require_op(OP)
         record, write = cache_of(self.spec, require_bool("extra", extra)), self.spec.kv_write
         assert write is not None
@@ -86,7 +90,7 @@ class CacheOps(ABC):
         arguments = bind_write(tensors, record, write.rows, self._driver)
         ordinal = self._ordinal_of(rows)
         self._check_slots(ordinal, {"slots": (slots, arguments["pool_tokens"])})
-        self._launch_rows("write", extra, ordinal, arguments, call)
+        return self._launch_rows("write", extra, ordinal, arguments, call)
 
     def kv_read(
         self,
@@ -111,6 +115,17 @@ class CacheOps(ABC):
 
         A row without a slot in the pool is zeros. Raises as kv_write does.
         """
+        if torch.compiler.is_compiling():
+            options = {
+                "slots": slots,
+                "block_table": block_table,
+                "row_starts": row_starts,
+                "token_starts": token_starts,
+                "rows": rows,
+                "kpe_cache": kpe_cache,
+                "extra": extra,
+            }
+            return traced.kv_read(self.handle, k_cache, out, **options)
         sources = (k_cache, kpe_cache, slots, block_table, row_starts, token_starts)
         repeat = self._cache_launches["read"].repeat
         if out is not None and not self._checks_values and repeat(*sources, out, extra, rows):
@@ -152,17 +167,19 @@ class CacheOps(ABC):
 
         Bytes are moved, not decoded. Raises as kv_write does.
         """
+        slots = {"source_slots": source_slots, "target_slots": target_slots}
+        if torch.compiler.is_compiling():
+            return traced.kv_convert(self.handle, source, target, **slots, extra=extra)
         call = (source, target, source_slots, target_slots, extra)
         if not self._checks_values and self._cache_launches["convert"].repeat(*call):
-            return
+            return None
         self._require_op(OP)
         record = cache_of(self.spec, require_bool("extra", extra))
-        slots = {"source_slots": source_slots, "target_slots": target_slots}
         arguments = bind_convert({"source": source, "target": target, **slots}, record, self._driver)
         ordinal = self._ordinal_of(source)
         pools = ("source_tokens", "target_tokens")
         self._check_slots(ordinal, {n: (t, arguments[p]) for (n, t), p in zip(slots.items(), pools, strict=True)})
-        self._launch_rows("convert", extra, ordinal, arguments, call)
+        return self._launch_rows("convert", extra, ordinal, arguments, call)
 
     def _check_slots(self, ordinal: int, slots: Mapping[str, tuple[torch.Tensor | None, Number]]) -> None:
         if self._checks_values:

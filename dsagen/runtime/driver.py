@@ -118,6 +118,12 @@ class Driver(Protocol):
     def is_capturing(self, ordinal: int) -> bool:
         """Whether the current stream of the device is being captured, or forbids calls because another one is."""
 
+    def capture_id(self, ordinal: int) -> int:
+        """A number for the capture that the current stream is in, 0 without one."""
+
+    def allocate(self, ordinal: int, size_bytes: int, zero: bool) -> torch.Tensor:
+        """uint8 memory for the current stream that lies outside of every pool and mode of torch that is active."""
+
     def make_launch(self, ordinal: int, kernel: Any, config: LaunchConfig, params: int) -> Callable[[Operands], None]:
         """A prepared launch, to be called with a call's operands.
 
@@ -147,6 +153,7 @@ class CudaDriver:
     def __init__(self) -> None:
         self._cuda = _import_driver()
         self._contexts: dict[int, Any] = {}
+        self._context_handles: dict[int, int] = {}
         self._lock = threading.Lock()
         _require_torch_cuda()
         self._launcher = open_launcher()
@@ -228,12 +235,54 @@ class CudaDriver:
 
     def is_capturing(self, ordinal: int) -> bool:
         """Whether the current stream is being captured; the legacy stream refuses while any other one is."""
+        launcher, stream = self._launcher.launcher, self.current_stream(ordinal)
+        if launcher is not None:
+            status = launcher.capture_status(self._context(ordinal), stream)
+            return status > 0 or (status < 0 and self._forbids(self._cuda.CUresult(-status)))
         with self._current(ordinal):
-            result, *status = self._cuda.cuStreamIsCapturing(self.current_stream(ordinal))
-        if result.name in CAPTURE_ERRORS:
-            return True
-        _check(self._cuda, "cuStreamIsCapturing", result)
-        return bool(status[0] != self._cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
+            result, *found = self._cuda.cuStreamIsCapturing(stream)
+        if result:
+            return self._forbids(result)
+        return bool(found[0] != self._cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
+
+    def _forbids(self, result: Any) -> bool:
+        """Whether an answer says that a capture forbids the question; anything else is raised."""
+        if result.name not in CAPTURE_ERRORS:
+            _check(self._cuda, "cuStreamIsCapturing", result)
+        return True
+
+    def capture_id(self, ordinal: int) -> int:
+        """The number of the capture that the current stream is in; -1 where one of another stream forbids to ask."""
+        with self._current(ordinal):
+            result, *found = self._cuda.cuStreamGetCaptureInfo(self.current_stream(ordinal))
+        if result and self._forbids(result):
+            return -1
+        active = self._cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
+        return int(found[1]) if found[0] == active else 0
+
+    def allocate(self, ordinal: int, size_bytes: int, zero: bool) -> torch.Tensor:
+        """Memory of torch's allocator, from a thread of its own: what is active in the caller's does not reach it."""
+        found: list[torch.Tensor | RuntimeError] = []
+        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+        def work() -> None:
+            try:
+                with torch.cuda.device(ordinal):
+                    make = torch.zeros if zero else torch.empty
+                    found.append(make(size_bytes, dtype=torch.uint8, device="cuda"))
+                    # Whoever had the memory before may not be done with it.
+                    ready.record()
+            except RuntimeError as error:
+                found.append(error)
+
+        thread = threading.Thread(target=work, name="dsagen-allocate")
+        thread.start()
+        thread.join()
+        (result,) = found
+        if isinstance(result, RuntimeError):
+            raise result
+        torch.cuda.current_stream(ordinal).wait_event(ready)
+        return result
 
     def make_launch(self, ordinal: int, kernel: Any, config: LaunchConfig, params: int) -> Callable[[Operands], None]:
         """A prepared cuLaunchKernelEx."""
@@ -274,8 +323,7 @@ class CudaDriver:
 
     def handles(self, ordinal: int, kernel: Any) -> tuple[int, int]:
         """The function in the device's context, and that context."""
-        with self._current(ordinal):
-            return int(kernel.function), int(self._contexts[ordinal])
+        return int(kernel.function), self._context(ordinal)
 
     def error_of(self, what: str, code: int) -> DriverError:
         """The error with the driver's own words."""
@@ -294,11 +342,17 @@ class CudaDriver:
         return self._call("cuDeviceGet", ordinal)
 
     def _current(self, ordinal: int) -> _CurrentContext:
-        context = self._contexts.get(ordinal)
-        if context is None:
+        self._context(ordinal)
+        return _CurrentContext(self._cuda, self._contexts[ordinal])
+
+    def _context(self, ordinal: int) -> int:
+        """The handle of a device's primary context."""
+        found = self._context_handles.get(ordinal)
+        if found is None:
             with self._lock:
                 context = self._contexts[ordinal] = self._call("cuDevicePrimaryCtxRetain", self._device(ordinal))
-        return _CurrentContext(self._cuda, context)
+                found = self._context_handles[ordinal] = int(context)
+        return found
 
     def _call(self, name: str, *arguments: Any) -> Any:
         result, *values = getattr(self._cuda, name)(*arguments)

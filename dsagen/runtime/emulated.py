@@ -178,6 +178,15 @@ class EmulatorDriver:
         """Never: there are no graphs here."""
         return False
 
+    def capture_id(self, ordinal: int) -> int:
+        """None: there are no graphs here."""
+        return 0
+
+    def allocate(self, ordinal: int, size_bytes: int, zero: bool) -> torch.Tensor:
+        """Memory of the host."""
+        make = torch.zeros if zero else torch.empty
+        return make(size_bytes, dtype=torch.uint8)
+
     def make_launch(
         self, ordinal: int, kernel: _Kernel, config: LaunchConfig, params: int
     ) -> Callable[[Operands], None]:

@@ -188,7 +188,7 @@ class SparseDecodePlan:
         self.partition = partition
         self.device = driver.torch_device(main.ordinal)
         self._driver, self._main = driver, main
-        self.workspace = _checked_workspace(workspace, partition.workspace_bytes, self.device)
+        self.workspace = self._make_workspace(workspace, partition.workspace_bytes)
         self._lent = self.workspace if workspace is not None else None
         base = self.workspace.data_ptr() if self.workspace is not None else 0
         self._arguments: dict[str, Number] = {
@@ -240,6 +240,33 @@ class SparseDecodePlan:
         """(out, lse) for a call of the plan's shape, as `make_outputs` makes them."""
         d_v = self.spec.dims.d_v
         return new_outputs(self.batch, self.s_q, self.spec.heads, d_v, self.device)
+
+    def _make_workspace(self, lent: torch.Tensor | None, needed_bytes: int) -> torch.Tensor | None:
+        """The caller's memory, or new; None when none is needed."""
+        if lent is None:
+            return self._new_workspace(needed_bytes) if needed_bytes else None
+        require_plain("workspace", lent)
+        require_device("workspace", lent, self.device, "the plan")
+        require_memory("workspace", lent)
+        require(TensorRule("workspace", ("uint8",), "[bytes]", (None,)), lent)
+        given = {"workspace_bytes": lent.numel(), "workspace_address": lent.data_ptr()}
+        check([WORKSPACE_GUARD], {**given, "needed_bytes": needed_bytes})
+        return lent if needed_bytes else None
+
+    def _new_workspace(self, needed_bytes: int) -> torch.Tensor:
+        try:
+            # CUDA's allocations begin at such a multiple, those of the CPU need not.
+            room = 0 if self.device.type == "cuda" else WORKSPACE_ALIGNMENT_BYTES
+            workspace = self._driver.allocate(self._main.ordinal, needed_bytes + room, zero=False)
+        except RuntimeError as error:  # torch.OutOfMemoryError, and what the CPU's allocator raises
+            raise DeviceError(
+                f"workspace: {needed_bytes} B cannot be had on {self.device}: plan a smaller batch or fewer splits "
+                f"({str(error).splitlines()[0]})"
+            ) from None
+        # Under a mode of torch (FakeTensorMode, say) it would be memory in name only; the plan may outlive the mode.
+        require_plain("workspace", workspace)
+        first = -workspace.data_ptr() % WORKSPACE_ALIGNMENT_BYTES
+        return workspace[first : first + needed_bytes]
 
     def require_shape(self, binding: Binding) -> None:
         """Refuse a call of another shape or device than the plan's."""
@@ -420,33 +447,3 @@ def _output_strides(t: DecodeTensors, batch: int, s_q: int, heads: int, d_v: int
 def _free(strides: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
     """As `free_strides` gives them for a tensor of these."""
     return tuple(stride if size > 1 else 0 for stride, size in zip(strides, sizes, strict=True))
-
-
-def _new_workspace(needed_bytes: int, device: torch.device) -> torch.Tensor:
-    try:
-        # CUDA's allocations begin at such a multiple, those of the CPU need not.
-        room = 0 if device.type == "cuda" else WORKSPACE_ALIGNMENT_BYTES
-        workspace = torch.empty(needed_bytes + room, dtype=torch.uint8, device=device)
-    except RuntimeError as error:  # torch.OutOfMemoryError, and what the CPU's allocator raises
-        raise DeviceError(
-            f"workspace: {needed_bytes} B cannot be had on {device}: plan a smaller batch or fewer splits "
-            f"({str(error).splitlines()[0]})"
-        ) from None
-    # Under a mode of torch (FakeTensorMode, say) it would be memory in name only, and the plan may outlive the mode.
-    require_plain("workspace", workspace)
-    first = -workspace.data_ptr() % WORKSPACE_ALIGNMENT_BYTES
-    return workspace[first : first + needed_bytes]
-
-
-def _checked_workspace(workspace: torch.Tensor | None, needed_bytes: int, device: torch.device) -> torch.Tensor | None:
-    """The caller's workspace, or a new one; None when none is needed."""
-    if workspace is None:
-        return _new_workspace(needed_bytes, device) if needed_bytes else None
-    require_plain("workspace", workspace)
-    require_device("workspace", workspace, device, "the plan")
-    require_memory("workspace", workspace)
-    rule = TensorRule("workspace", ("uint8",), "[bytes]", (None,))
-    require(rule, workspace)
-    given = {"workspace_bytes": workspace.numel(), "workspace_address": workspace.data_ptr()}
-    check([WORKSPACE_GUARD], {**given, "needed_bytes": needed_bytes})
-    return workspace if needed_bytes else None

@@ -11,6 +11,7 @@ import torch
 from dsagen.errors import FrozenError, GuardError
 from dsagen.families.topk.op import Candidate, TopkShape, choose, most_lead
 from dsagen.guard import require_bool, require_int
+from dsagen.runtime import traced
 from dsagen.runtime.driver import Driver
 from dsagen.runtime.launch import OpLaunches, Step
 from dsagen.runtime.loader import Loader
@@ -39,6 +40,7 @@ class TopkOps(ABC):
     """topk, its plans and what tells of them, over what `Kernels` provides."""
 
     spec: DeploymentSpec
+    handle: str
     _driver: Driver
     _loader: Loader
     _topk_launches: OpLaunches
@@ -105,11 +107,25 @@ class TopkOps(ABC):
         -1. Returns out. Raises GuardError for what does not fit, FrozenError when the kernel would have to be loaded
         during capture or after freeze(), DeviceError when the driver refuses.
         """
+        if torch.compiler.is_compiling():
+            given = {
+                "lengths": lengths,
+                "starts": starts,
+                "page_table": page_table,
+                "page_size": page_size,
+                "table_of_row": table_of_row,
+                "table_starts": table_starts,
+                "candidate_blocks": candidate_blocks,
+                "offsets": offsets,
+                "drop_neg_inf": drop_neg_inf,
+                "determinism": determinism,
+            }
+            return traced.topk(self.handle, scores, k, out, raw, counts, **given)
         scalars = (k, page_size, drop_neg_inf, determinism, candidate_blocks is not None)
         if out is not None and not self._checks_values and (page_table is None or candidate_blocks is None):
             table = page_table if candidate_blocks is None else candidate_blocks
-            given = (scores, lengths, starts, table, table_of_row, table_starts, offsets, out, raw, counts)
-            if self._repeat_topk(plan, (*given, *scalars)):
+            call = (scores, lengths, starts, table, table_of_row, table_starts, offsets, out, raw, counts, *scalars)
+            if self._repeat_topk(plan, call):
                 return out
         self._require_op(OP)
         with_table = table_of_row is not None or table_starts is not None
@@ -213,13 +229,13 @@ class TopkOps(ABC):
     def _shared_topk_plan(self, shape: tuple[int, int, int], ordinal: int, stream: int) -> TopkPlan:
         key = (*shape, ordinal, stream)
         with self._lock:
-            plan = self._topk_plans.get(key)
+            # A graph may be replayed beside other calls, which must not find it in the same workspace; the calls of one
+            # graph follow each other and may.
+            capture = self._driver.capture_id(ordinal)
+            plan = self._topk_plans.take(key, capture) if capture else self._topk_plans.get(key)
             if plan is None:
                 plan = self.plan_topk(*shape, device=ordinal)
                 self._topk_plans.add(key, plan)
-            elif self._driver.is_capturing(ordinal):
-                # The graph may be replayed beside other calls, which must not find it in the same workspace.
-                self._topk_plans.take(key)
             return plan
 
     def _require_own_topk(self, plan: TopkPlan) -> None:

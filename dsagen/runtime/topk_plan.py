@@ -140,7 +140,7 @@ class TopkPlan:
     def _make_workspace(self, lent: torch.Tensor | None) -> torch.Tensor | None:
         size = self.workspace_bytes
         if lent is None:
-            return _new_workspace(size, self.device) if size else None
+            return self._new_workspace(size) if size else None
         require_plain("workspace", lent)
         require_device("workspace", lent, self.device, "the plan")
         require_memory("workspace", lent)
@@ -153,15 +153,14 @@ class TopkPlan:
         check([WORKSPACE_GUARD], values)
         return lent[:size].zero_() if size else None
 
-
-def _new_workspace(needed_bytes: int, device: torch.device) -> torch.Tensor:
-    try:
-        workspace = torch.zeros(needed_bytes, dtype=torch.uint8, device=device)
-    except RuntimeError as error:  # torch.OutOfMemoryError, and what the CPU's allocator raises
-        raise DeviceError(
-            f"workspace: {needed_bytes} B cannot be had on {device}: pass fewer rows or shorter ones "
-            f"({str(error).splitlines()[0]})"
-        ) from None
-    # Under a mode of torch (FakeTensorMode, say) it would be memory in name only, and the plan may outlive the mode.
-    require_plain("workspace", workspace)
-    return workspace
+    def _new_workspace(self, needed_bytes: int) -> torch.Tensor:
+        try:
+            workspace = self._driver.allocate(self._ordinal, needed_bytes, zero=True)
+        except RuntimeError as error:  # torch.OutOfMemoryError, and what the CPU's allocator raises
+            raise DeviceError(
+                f"workspace: {needed_bytes} B cannot be had on {self.device}: pass fewer rows or shorter ones "
+                f"({str(error).splitlines()[0]})"
+            ) from None
+        # Under a mode of torch (FakeTensorMode, say) it would be memory in name only; the plan may outlive the mode.
+        require_plain("workspace", workspace)
+        return workspace

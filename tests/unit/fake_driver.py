@@ -30,6 +30,7 @@ class FakeDriver:
     device: DeviceFacts = H200
     stream: int = 0
     capturing: bool = False
+    capture: int = 1
     attributes_of: KernelAttributes = GOOD
     load_error: str = ""
     launch_error: str = ""
@@ -80,6 +81,13 @@ class FakeDriver:
 
     def is_capturing(self, ordinal: int) -> bool:
         return self.capturing
+
+    def capture_id(self, ordinal: int) -> int:
+        return self.capture if self.capturing else 0
+
+    def allocate(self, ordinal: int, size_bytes: int, zero: bool) -> torch.Tensor:
+        make = torch.zeros if zero else torch.empty
+        return make(size_bytes, dtype=torch.uint8)
 
     def make_launch(self, ordinal: int, kernel: str, config: LaunchConfig, params: int):
         def run(operands: Operands) -> None:

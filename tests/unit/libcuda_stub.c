@@ -74,6 +74,15 @@ int cuStreamIsCapturing(void* stream, int* status) {
   *status = stream == (void*)0x77;
   return stream ? 0 : result("cuStreamIsCapturing");
 }
+int cuStreamGetCaptureInfo(void* stream, int* status, uint64_t* id, void** graph, void** nodes, void** edges, size_t* count) {
+  *status = stream == (void*)0x77;
+  if (id) *id = 41;
+  if (graph) *graph = NULL;
+  if (nodes) *nodes = NULL;
+  if (edges) *edges = NULL;
+  if (count) *count = 0;
+  return stream ? 0 : result("cuStreamIsCapturing");
+}
 int cuStreamSynchronize(void* stream) { SAY("sync %p current %p", stream, current); return result("cuStreamSynchronize"); }
 int cuLaunchKernelEx(const LaunchConfig* c, void* function, void** params, void** extra) {
   SAY("launch %p grid %u %u %u block %u %u %u smem %u stream %p attributes %u extra %p current %p", function, c->grid[0],

@@ -142,7 +142,7 @@ def test_the_knob_chooses(store, monkeypatch):
 
 @pytest.fixture
 def stub_driver(tmp_path):
-    names = ("cuLaunchKernelEx", "cuCtxGetCurrent", "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2")
+    names = ("cuLaunchKernelEx", "cuCtxGetCurrent", "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuStreamIsCapturing")
     (tmp_path / "stub.c").write_text("".join(f"int {name}(void) {{ return 0; }}\n" for name in names))
     path = tmp_path / "libstub.so"
     subprocess.run([COMPILER, "-shared", "-fPIC", "-o", path, tmp_path / "stub.c"], check=True)

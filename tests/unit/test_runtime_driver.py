@@ -72,7 +72,12 @@ driver.synchronize(1, 0x77)
 cuda.cuCtxPopCurrent()
 driver.synchronize(0, 0)
 """
-CAPTURE = "driver = CudaDriver(); out(driver.is_capturing(1), driver.is_capturing(0))"
+CAPTURE = """
+driver = CudaDriver()
+out(driver.is_capturing(1), driver.is_capturing(0), driver.capture_id(1), driver.capture_id(0))
+driver._launcher = LauncherState(None, None, False)
+out(driver.is_capturing(1), driver.is_capturing(0))
+"""
 LOAD_FAILS = r"""
 try:
     CudaDriver().load_kernel(0, b"\x7fELF....", "dsa_kernel")
@@ -112,6 +117,7 @@ torch.cuda.init = lambda: None
 torch._C._cuda_getCurrentRawStream = {0: 0, 1: 0x77}.__getitem__
 from cuda.bindings import driver as cuda
 from dsagen.errors import DeviceError
+from dsagen.runtime.native import LauncherState
 from dsagen.runtime.driver import NO_BINARY, CudaDriver, DeviceFacts, DriverError, KernelAttributes, LaunchConfig
 
 def out(*values):
@@ -203,9 +209,9 @@ def test_a_context_that_is_current_is_not_pushed_again(lines_of):
 
 
 def test_capture_is_seen(lines_of):
-    assert lines_of["capture"][-1] == "# True False"
-    # The legacy stream cannot be asked while another stream is captured.
-    assert lines_of["capture elsewhere"][-1] == "# True True"
+    found = [[line for line in lines_of[name] if line.startswith("#")] for name in ("capture", "capture elsewhere")]
+    # The legacy stream cannot be asked while another stream is captured. The launcher and cuda-python agree.
+    assert found == [["# True False 41 0", "# True False"], ["# True True 41 -1", "# True True"]]
 
 
 def test_a_cubin_of_another_arch_keeps_its_code(lines_of):

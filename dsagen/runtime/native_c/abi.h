@@ -35,6 +35,7 @@ typedef CUresult (*LaunchKernelFn)(const LaunchConfig* config, void* function, v
 typedef CUresult (*CurrentContextFn)(void** context);
 typedef CUresult (*PushContextFn)(void* context);
 typedef CUresult (*PopContextFn)(void** context);
+typedef CUresult (*IsCapturingFn)(void* stream, int* status);
 
 // ---- DLPack 1.x ----
 

@@ -29,6 +29,7 @@ typedef struct {
   CurrentContextFn current_context;
   PushContextFn push_context;
   PopContextFn pop_context;
+  IsCapturingFn is_capturing;
   const DlExchange* exchange;
   PyObject *exchange_owner, *tensor_type, *parameter_type, *requires_grad, *is_neg;
 } Launcher;

@@ -237,7 +237,8 @@ static int open_driver(Launcher* self, const char* path) {
   int found = find_symbol(self, "cuLaunchKernelEx", &self->launch_kernel) &&
               find_symbol(self, "cuCtxGetCurrent", &self->current_context) &&
               find_symbol(self, "cuCtxPushCurrent_v2", &self->push_context) &&
-              find_symbol(self, "cuCtxPopCurrent_v2", &self->pop_context);
+              find_symbol(self, "cuCtxPopCurrent_v2", &self->pop_context) &&
+              find_symbol(self, "cuStreamIsCapturing", &self->is_capturing);
   return found ? 0 : -1;
 }
 
@@ -299,6 +300,22 @@ static PyObject* launcher_calls(PyObject* object, PyObject* args) {
   return (PyObject*)self;
 }
 
+static PyObject* launcher_capture_status(PyObject* object, PyObject* args) {
+  Launcher* self = (Launcher*)object;
+  unsigned long long context, stream;
+  if (!PyArg_ParseTuple(args, "KK", &context, &stream)) return NULL;
+  void* current = NULL;
+  int status = 0;
+  CUresult code = self->current_context(&current);
+  int pushed = code == 0 && current != (void*)(uintptr_t)context;
+  if (pushed) code = self->push_context((void*)(uintptr_t)context);
+  if (code == 0) {
+    code = self->is_capturing((void*)(uintptr_t)stream, &status);
+    if (pushed) self->pop_context(&current);
+  }
+  return PyLong_FromLong(code == 0 ? status : -(long)code);
+}
+
 static void launcher_free(PyObject* object) {
   PyTypeObject* type = Py_TYPE(object);
   Launcher* self = (Launcher*)object;
@@ -313,6 +330,8 @@ static void launcher_free(PyObject* object) {
 }
 
 static PyMethodDef launcher_methods[] = {
+    {"capture_status", launcher_capture_status, METH_VARARGS,
+     "capture_status(context, stream) -> 0 when it is not captured; negative: the driver's error"},
     {"calls", launcher_calls, METH_VARARGS, "calls(tensors, scalars, outputs, most_calls, fail) -> Calls"},
     {NULL, NULL, 0, NULL},
 };
