@@ -316,6 +316,13 @@ CHECK_INDICES: Knob[bool] = Knob(
     "1: check ids and lengths on the device before each launch; one outside its range is an error instead of masked.",
     _parse_bool,
 )
+POISON_WORKSPACE: Knob[bool] = Knob(
+    "DSAGEN_POISON_WORKSPACE",
+    "bool",
+    False,
+    "1: fill sparse_decode's workspace with NaN before each call, so that what is read before it is written shows.",
+    _parse_bool,
+)
 PEER_SITE: Knob[str | None] = Knob(
     "DSAGEN_PEER_SITE",
     "folder",
@@ -366,6 +373,7 @@ _KNOBS: tuple[Knob[Any], ...] = (
     LAUNCHER,
     DEBUG_SYNC,
     CHECK_INDICES,
+    POISON_WORKSPACE,
     PEER_SITE,
     EMULATOR_SEED,
     EMULATOR_RACES,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -133,10 +133,11 @@ def _require_proof(reports: Sequence[CheckReport]) -> None:
 @click.command()
 @specs_argument()
 @click.option("--peers", is_flag=True, help="Measure other libraries on the same inputs, in the same process.")
+@click.option("--host", is_flag=True, help="Measure what a call costs the host, by op and launcher, and nothing else.")
 @_RECORD
 @quiet_option
 @json_option
-def bench(specs: tuple[str, ...], peers: bool, record: Path | None, quiet: bool, as_json: bool) -> None:
+def bench(specs: tuple[str, ...], peers: bool, host: bool, record: Path | None, quiet: bool, as_json: bool) -> None:
     """Measure the SPECs' kernels on this machine's device, beside the floor and the last record.
 
     What is timed is compared with a reference. Peers that are not installed are noted: DSAGEN_PEER_SITE names a
@@ -149,6 +150,10 @@ def bench(specs: tuple[str, ...], peers: bool, record: Path | None, quiet: bool,
     for selection in selections:
         selection.matrix.require_complete()
     loaded = [selection.spec for selection in selections]
+    if host:
+        _require_alone("--host", {"--peers": peers, "--record": record is not None})
+        _bench_host(loaded, as_json)
+        return
     records = last_times_us(current_device_name(), record)
     figures = run_sweep(loaded, with_peers=peers, records=records, progress=_say_nothing if quiet else _say)
     files: set[Path] = set()
@@ -164,6 +169,25 @@ def bench(specs: tuple[str, ...], peers: bool, record: Path | None, quiet: bool,
         echo_lines(slower)
     else:
         echo_lines([*slower, f"recorded in {', '.join(sorted(map(str, files)))}"])
+
+
+def _require_alone(option: str, others: Mapping[str, bool]) -> None:
+    for name, given in others.items():
+        if given:
+            raise SpecError(f"{name}: means nothing beside {option}: leave either out")
+
+
+def _bench_host(specs: Sequence[DeploymentSpec], as_json: bool) -> None:
+    from dsagen.bench.host_cost import measure_host_costs, table_rows
+    from dsagen.bench.sweep import current_device_name
+
+    device = current_device_name()
+    costs = [cost for spec in specs for cost in measure_host_costs(spec, _say)]
+    if as_json:
+        echo_json({"device": device, "host_costs": [cost.to_json() for cost in costs]})
+        return
+    header, rows = table_rows(costs)
+    echo_lines([f"host cost of a call on {device}: median of rounds (best round)", *aligned(rows, header, indent=2)])
 
 
 def _say(text: str) -> None:

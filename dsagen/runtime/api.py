@@ -66,8 +66,8 @@ def load(
 
     `spec` is a file, a shipped spec's name, a mapping or a DeploymentSpec. `device` (torch's current one by default) is
     where plans are made unless they name another; tensors on other devices are served as well, as far as `archs` (some
-    of the spec's; all by default) cover them. DSAGEN_DEBUG_SYNC, DSAGEN_CHECK_INDICES, DSAGEN_LOG and DSAGEN_LOG_DEST
-    are read here.
+    of the spec's; all by default) cover them. The debug knobs (DSAGEN_DEBUG_SYNC,
+    DSAGEN_CHECK_INDICES, DSAGEN_POISON_WORKSPACE), DSAGEN_LAUNCHER, DSAGEN_LOG and DSAGEN_LOG_DEST are read here.
 
     With device="emulator" the same ops run the same kernels' PTX on CPU tensors, slowly and with every access checked,
     as the first of `archs`; `emulator` says how, in place of the DSAGEN_EMULATOR_* variables, which are read here too.
@@ -137,6 +137,7 @@ class Kernels(CacheOps, TopkOps):
         self._matrix.require_complete()
         self._archs = tuple(dict.fromkeys(cell.arch for cell in self._matrix.cells))
         self._debug_sync, self._checks_values = knobs.DEBUG_SYNC.get(), knobs.CHECK_INDICES.get()
+        self._poisons = knobs.POISON_WORKSPACE.get()
         self._driver = open_driver()
         self._loader = Loader(self._driver, read)
         self._binder = DecodeBinder(spec, self._driver)
@@ -256,7 +257,15 @@ class Kernels(CacheOps, TopkOps):
         main = self._loader.load(chosen.plan, kernels.ordinal)
         combine = self._loader.load(kernels.combine, kernels.ordinal) if chosen.partition.combine_ctas else None
         return SparseDecodePlan(
-            self.spec, self._driver, (batch, s_q, topk), chosen.partition, main, combine, workspace, self._debug_sync
+            self.spec,
+            self._driver,
+            (batch, s_q, topk),
+            chosen.partition,
+            main,
+            combine,
+            workspace,
+            self._debug_sync,
+            self._poisons,
         )
 
     def sparse_decode(

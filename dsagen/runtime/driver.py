@@ -147,16 +147,17 @@ class Driver(Protocol):
 class CudaDriver:
     """The real driver, by cuda-python, in the primary contexts that torch uses as well.
 
-    Raises DeviceError when there is no driver, no device, a driver that is too old, or a torch without CUDA.
+    `launcher` overrides DSAGEN_LAUNCHER. Raises DeviceError when there is no driver, no device, a driver that is too
+    old, or a torch without CUDA.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, launcher: str | None = None) -> None:
         self._cuda = _import_driver()
         self._contexts: dict[int, Any] = {}
         self._context_handles: dict[int, int] = {}
         self._lock = threading.Lock()
         _require_torch_cuda()
-        self._launcher = open_launcher()
+        self._launcher = open_launcher(launcher)
         torch.cuda.init()  # type: ignore[no-untyped-call]
 
     def device_count(self) -> int:

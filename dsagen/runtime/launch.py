@@ -62,7 +62,7 @@ class KernelLaunch:
         self._driver, self._op, self._kernel = driver, op, kernel
         self._block, self._debug_sync = block, debug_sync
         self._config = launch_config(Step(kernel, grid), stream)
-        self._launch = driver.make_launch(kernel.ordinal, kernel.handle, self._config, block.pointers_address)
+        self.prepared = driver.make_launch(kernel.ordinal, kernel.handle, self._config, block.pointers_address)
 
     def __call__(self, values: Mapping[str, Number], operands: Operands) -> None:
         """Write the arguments and launch; DeviceError names op, kernel and arguments when the driver refuses.
@@ -71,7 +71,7 @@ class KernelLaunch:
         """
         self._block.write(values)
         try:
-            self._launch(operands)
+            self.prepared(operands)
             if self._debug_sync:
                 self._wait()
         except DriverError as error:
@@ -89,12 +89,12 @@ class OpLaunches:
 
     `repeat(*tensors, *scalars)` launches a call again that is like one that was launched before, and says whether it
     did: what it does not know, or what looks odd, it leaves to the checks of `launch`'s caller. It is the launcher's
-    own function, so it costs no Python.
+    own function, so it costs no Python. With `repeats` False it never does.
     """
 
     repeat: Callable[..., bool]
 
-    def __init__(self, driver: Driver, form: CallForm, debug_sync: bool) -> None:
+    def __init__(self, driver: Driver, form: CallForm, debug_sync: bool, repeats: bool = True) -> None:
         self._driver, self._form, self._debug_sync = driver, form, debug_sync
         self._launches: OrderedDict[tuple[str, int, int, int], KernelLaunch] = OrderedDict()
         self._layouts: dict[str, BlockLayout] = {}
@@ -102,11 +102,15 @@ class OpLaunches:
         # The debug knob waits between kernels, which the launcher in C does not.
         launcher = None if debug_sync else driver.launcher()
         self._calls = None if launcher is None else launcher.calls(*_call_sizes(form), _MAX_CALLS, self._raise_failure)
-        self.repeat = _never if self._calls is None else self._calls.repeat
+        self.repeat = self._calls.repeat if self._calls is not None and repeats else _never
 
     def __len__(self) -> int:
         """Launches that are kept ready."""
         return len(self._launches) if self._calls is None else len(self._calls)
+
+    def prepared(self) -> list[Callable[[Operands], None]]:
+        """What the driver has been made ready to launch, for measuring it alone; none with a launcher in C."""
+        return [launch.prepared for launch in self._launches.values()]
 
     def hold_stream(self, stream: int | None) -> None:
         """Repeat calls on this stream only; for None on no stream at all."""

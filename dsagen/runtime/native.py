@@ -43,13 +43,13 @@ class LauncherState:
     exchange: bool
 
 
-def open_launcher() -> LauncherState:
-    """The launcher on this machine's CUDA driver, as DSAGEN_LAUNCHER asks for it.
+def open_launcher(wanted: str | None = None) -> LauncherState:
+    """The launcher on this machine's CUDA driver, as `wanted` or else DSAGEN_LAUNCHER asks for it.
 
     "auto" (the default) falls back to cuda-python where the launcher cannot be compiled, and logs why; "c" raises
     ToolchainError or BuildError there; "python" asks for the fallback.
     """
-    wanted = knobs.LAUNCHER.get()
+    wanted = knobs.LAUNCHER.get() if wanted is None else wanted
     if wanted == "python":
         return LauncherState(None, f"{knobs.LAUNCHER.name}=python", exchange=False)
     return _opened(CUDA_LIBRARY, wanted == "c")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, SupportsIndex
 
@@ -182,6 +182,7 @@ class SparseDecodePlan:
         combine: LoadedKernel | None,
         workspace: torch.Tensor | None,
         debug_sync: bool,
+        poisons: bool = False,
     ) -> None:
         self.spec = spec
         self.batch, self.s_q, self.topk = shape
@@ -201,7 +202,8 @@ class SparseDecodePlan:
         grids = (partition.main_ctas, partition.combine_ctas)
         kernels = [kernel for kernel in (main, combine) if kernel is not None]
         self._steps = [Step(kernel, grid) for kernel, grid in zip(kernels, grids, strict=False)]
-        self._launches = OpLaunches(driver, FORM, debug_sync)
+        self._poisons = poisons
+        self._launches = OpLaunches(driver, FORM, debug_sync, repeats=not poisons)
         self._launches.hold_stream(None)
         if self._lent is not None:
             self._launches.reserve(self._lent)
@@ -235,6 +237,10 @@ class SparseDecodePlan:
         with self._lock:
             self._launches.hold_stream(None)
             self._stream = None
+
+    def prepared_launches(self) -> list[Callable[[Operands], None]]:
+        """See `OpLaunches.prepared`."""
+        return self._launches.prepared()
 
     def new_outputs(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(out, lse) for a call of the plan's shape, as `make_outputs` makes them."""
@@ -311,6 +317,9 @@ class SparseDecodePlan:
         with self._lock:
             if stream != self._stream:
                 self._bind(stream)
+            if self._poisons and self.workspace is not None:
+                # All ones is a NaN.
+                self.workspace.fill_(255)
             operands: Operands = (*tensors, self.workspace)
             self._launches.launch(self._steps, stream, values, operands, (*tensors, softmax_scale))
 
