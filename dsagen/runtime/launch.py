@@ -14,6 +14,7 @@ from dsagen.errors import DeviceError, DsagenError
 from dsagen.runtime.blocks import ArgumentBlock, BlockLayout, Number
 from dsagen.runtime.driver import Driver, DriverError, LaunchConfig, Operands, PointerField
 from dsagen.runtime.loader import LoadedKernel
+from dsagen.runtime.tensors import span_bytes
 
 # Launches kept ready; a serving process has a handful of batch sizes.
 _MAX_LAUNCHES = 64
@@ -27,14 +28,15 @@ class CallForm:
 
     A call is its `tensors` in this order, of which the first is always given, and then so many `scalars`, from which
     all arguments follow. `outputs` are those tensors that the kernels write. `addresses` gives for a pointer of the
-    argument block the tensor that it leads into; `held` are pointers into memory of a plan.
+    argument block the tensor that it leads into, of several names the first that the call brings; how far into it
+    follows from the call as well. `held` are pointers into memory of a plan.
     """
 
     op: str
     tensors: tuple[str, ...]
     outputs: frozenset[str]
     scalars: int
-    addresses: Mapping[str, str]
+    addresses: Mapping[str, str | tuple[str, ...]]
     held: frozenset[str] = frozenset()
 
 
@@ -164,23 +166,32 @@ class OpLaunches:
 
     def _addresses(
         self, slug: str, pointers: Sequence[PointerField], values: Mapping[str, Number], call: tuple[Any, ...]
-    ) -> list[tuple[int, int]]:
-        """Offset in the block, and place of the tensor in a call, of each address that changes from call to call."""
-        form, found = self._form, []
+    ) -> list[tuple[int, int, int]]:
+        """Of each address that changes from call to call: offset in the block, place of the tensor, bytes into it."""
+        found = []
         for pointer in pointers:
-            if pointer.name in form.held:
+            if pointer.name in self._form.held:
                 continue
-            if pointer.name not in form.addresses:
-                raise DsagenError(f"{slug}: no tensor of {form.op} is named for its parameter {pointer.name!r}")
-            place = form.tensors.index(form.addresses[pointer.name])
-            tensor = call[place]
+            place = self._place(slug, pointer.name, call)
+            tensor = None if place is None else call[place]
             # What is left out or empty has no address, and its call says so.
             if tensor is None or not tensor.numel():
                 continue
-            if values[pointer.name] != tensor.data_ptr():
-                raise DsagenError(f"{slug}: its parameter {pointer.name!r} is not where {form.tensors[place]} begins")
-            found.append((pointer.offset_bytes, place))
+            distance = int(values[pointer.name]) - tensor.data_ptr()
+            if not 0 <= distance < span_bytes(tensor):
+                name = self._form.tensors[place or 0]
+                raise DsagenError(f"{slug}: its parameter {pointer.name!r} does not lead into {name}")
+            found.append((pointer.offset_bytes, place or 0, distance))
         return found
+
+    def _place(self, slug: str, pointer: str, call: tuple[Any, ...]) -> int | None:
+        """Place in a call of the tensor that a pointer leads into, None where the call does not bring it."""
+        form = self._form
+        if pointer not in form.addresses:
+            raise DsagenError(f"{slug}: no tensor of {form.op} is named for its parameter {pointer!r}")
+        sources = form.addresses[pointer]
+        places = [form.tensors.index(name) for name in ((sources,) if isinstance(sources, str) else sources)]
+        return next((place for place in places if call[place] is not None), None)
 
     def _ready(self, step: Step, stream: int) -> KernelLaunch:
         kernel = step.kernel

@@ -2,6 +2,7 @@
 
 import gc
 import re
+import struct
 import sys
 import threading
 import weakref
@@ -363,7 +364,7 @@ def test_nothing_is_kept_of_calls_and_their_tensors():
 def test_a_table_that_is_full_begins_anew():
     launcher = recording_cuda().launcher
     calls = launcher.calls(1, 1, 0, 3, print)
-    tensor, launch = ints(1), (1 << 40, 1, 32, 0, False, 1, bytes(8), ((0, 0),))
+    tensor, launch = ints(1), (1 << 40, 1, 32, 0, False, 1, bytes(8), ((0, 0, 0),))
     for number in range(5):
         assert calls.remember((tensor, number), 1, (launch,), ()) is True
         assert len(calls) == (number % 3) + 1
@@ -377,9 +378,9 @@ def test_a_table_that_is_full_begins_anew():
     [
         ((), "0 launches, expected 1 to 4"),
         (((1, 1, 32, 0, False, 1, bytes(2000), ()),), "an argument block of 2000 B"),
-        (((1, 1, 32, 0, False, 1, bytes(8), ((1, 0),)),), "address of tensor 0 at byte 1"),
-        (((1, 1, 32, 0, False, 1, bytes(8), ((0, 1),)),), "address of tensor 1 at byte 0"),
-        (((1, 1, 32, 0, False, 1, bytes(8), ((-1, 0),)),), "address of tensor 0 at byte -1"),
+        (((1, 1, 32, 0, False, 1, bytes(8), ((1, 0, 0),)),), "address of tensor 0 at byte 1"),
+        (((1, 1, 32, 0, False, 1, bytes(8), ((0, 1, 0),)),), "address of tensor 1 at byte 0"),
+        (((1, 1, 32, 0, False, 1, bytes(8), ((-1, 0, 0),)),), "address of tensor 0 at byte -1"),
     ],
 )
 def test_launches_that_do_not_fit_are_refused(launches, message):
@@ -387,6 +388,20 @@ def test_launches_that_do_not_fit_are_refused(launches, message):
     with pytest.raises(ValueError, match=message):
         calls.remember((ints(1),), 1, launches, ())
     assert len(calls) == 0
+
+
+def test_an_address_may_lie_inside_of_a_tensor():
+    driver = NativeFakeDriver()
+    driver.block_bytes["kernel"] = 16
+    function, context = driver.handles(0, "kernel")
+    calls = driver.launcher().calls(2, 0, 0, 3, print)
+    first = ints(8), ints(8)
+    row = (function, 1, 32, 0, False, 1, bytes(16), ((0, 0, 0), (8, 1, 20)))
+    assert calls.remember(first, context, (row,), ())
+    second = ints(8), ints(8)
+    assert calls.repeat(*second)
+    (record,) = driver.launches
+    assert struct.unpack("<QQ", record.block) == (second[0].data_ptr(), second[1].data_ptr() + 20)
 
 
 def test_clusters_reach_the_driver():
@@ -413,7 +428,7 @@ def test_a_parameter_that_no_tensor_is_named_for_is_an_error(monkeypatch):
         wrong = form.addresses | {"q": "k_cache"}
         monkeypatch.setattr(f"dsagen.runtime.{module}.{table}", replace(form, addresses=wrong))
         _, kernels = make(NativeFakeDriver, DECODE)
-        with pytest.raises(DsagenError, match="its parameter 'q' is not where k_cache begins"):
+        with pytest.raises(DsagenError, match="its parameter 'q' does not lead into k_cache"):
             kernels.sparse_decode(**decode_tensors(), plan=kernels.plan_sparse_decode(BATCH, S_Q, TOPK))
 
 

@@ -34,9 +34,11 @@ typedef struct {
   PyObject *exchange_owner, *tensor_type, *parameter_type, *requires_grad, *is_neg;
 } Launcher;
 
+// An address of the block: where it lies there, which tensor it leads into, and how far from its first element.
 typedef struct {
   uint16_t offset;
   uint16_t tensor;
+  uint64_t distance;
 } Patch;
 
 typedef struct {

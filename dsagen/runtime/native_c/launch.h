@@ -72,8 +72,10 @@ static PyObject* launch_call(Calls* self, Call* call, const Reading* reading, vo
   for (int i = 0; i < call->launch_count; ++i) {
     const Launch* launch = &call->launches[i];
     memcpy(blocks[i], launch->block, launch->block_bytes);
-    for (unsigned p = 0; reading != NULL && p < launch->patch_count; ++p)
-      memcpy(blocks[i] + launch->patches[p].offset, &reading->addresses[launch->patches[p].tensor], sizeof(uint64_t));
+    for (unsigned p = 0; reading != NULL && p < launch->patch_count; ++p) {
+      uint64_t address = reading->addresses[launch->patches[p].tensor] + launch->patches[p].distance;
+      memcpy(blocks[i] + launch->patches[p].offset, &address, sizeof address);
+    }
   }
   call->references += 1;
   Py_INCREF((PyObject*)self);

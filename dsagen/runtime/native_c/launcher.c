@@ -55,12 +55,13 @@ static int parse_launch(PyObject* item, int tensor_count, Launch* launch) {
   memcpy(launch->block, block, (size_t)block_bytes);
   for (Py_ssize_t p = 0; p < patch_count; ++p) {
     int offset, tensor;
-    if (!PyArg_ParseTuple(PyTuple_GetItem(patches, p), "ii", &offset, &tensor)) return -1;
+    unsigned long long distance;
+    if (!PyArg_ParseTuple(PyTuple_GetItem(patches, p), "iiK", &offset, &tensor, &distance)) return -1;
     if (offset < 0 || offset + 8 > block_bytes || tensor < 0 || tensor >= tensor_count) {
       PyErr_Format(PyExc_ValueError, "address of tensor %d at byte %d: out of range", tensor, offset);
       return -1;
     }
-    launch->patches[p] = (Patch){(uint16_t)offset, (uint16_t)tensor};
+    launch->patches[p] = (Patch){(uint16_t)offset, (uint16_t)tensor, distance};
   }
   return 0;
 }
