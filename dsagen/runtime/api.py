@@ -16,7 +16,7 @@ from dsagen.arch import arch as arch_row
 from dsagen.build.bundle import is_bundle, read_bundle
 from dsagen.errors import DeviceError, DsagenError, FrozenError, GuardError, SpecError, StoreError
 from dsagen.families.sparse_decode.choice import Candidate, candidates, choose, explain_choice
-from dsagen.families.sparse_decode.op import DecodeShape
+from dsagen.families.sparse_decode.op import WORKSPACE_ALIGNMENT_BYTES, DecodeShape
 from dsagen.families.topk.op import TopkShape, explain_call
 from dsagen.family import family_of_op
 from dsagen.guard import require_int
@@ -253,13 +253,18 @@ class Kernels(CacheOps, TopkOps):
                 f"sparse_decode: no plan for batch {batch}, s_q {s_q}, topk {topk} exists, and making one during CUDA "
                 "graph capture is not possible: call plan_sparse_decode before the capture and pass its plan"
             )
-        chosen = choose(self._judge(kernels, self._shape(batch, s_q, topk), num_splits))
+        return self._make_plan(kernels, self._shape(batch, s_q, topk), num_splits, workspace)
+
+    def _make_plan(
+        self, kernels: DeviceKernels, shape: DecodeShape, num_splits: int | None, workspace: torch.Tensor | None
+    ) -> SparseDecodePlan:
+        chosen = choose(self._judge(kernels, shape, num_splits))
         main = self._loader.load(chosen.plan, kernels.ordinal)
         combine = self._loader.load(kernels.combine, kernels.ordinal) if chosen.partition.combine_ctas else None
         return SparseDecodePlan(
             self.spec,
             self._driver,
-            (batch, s_q, topk),
+            (shape.batch, shape.s_q, shape.topk),
             chosen.partition,
             main,
             combine,
@@ -319,12 +324,20 @@ class Kernels(CacheOps, TopkOps):
         return self._repeat_decode(tensors, plan, softmax_scale) or self._decode(tensors, plan, softmax_scale)
 
     def decode_with_shared_plan(
-        self, tensors: DecodeTensors, softmax_scale: float | None, num_splits: int | None = None
+        self,
+        tensors: DecodeTensors,
+        softmax_scale: float | None,
+        num_splits: int | None = None,
+        *,
+        may_plan_in_capture: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As sparse_decode with the plan that calls of this shape and split count share on the current stream."""
+        """As sparse_decode with the plan that calls of this shape and split count share on the current stream.
+
+        With `may_plan_in_capture` a captured call that finds none has one of its own, in memory of the graph's pool.
+        """
         plan = self._known_plan(tensors, num_splits)
         found = None if plan is None else self._repeat_decode(tensors, plan, softmax_scale)
-        return found or self._decode(tensors, None, softmax_scale, num_splits)
+        return found or self._decode(tensors, None, softmax_scale, num_splits, may_plan_in_capture)
 
     def _repeat_decode(
         self, tensors: DecodeTensors, plan: SparseDecodePlan, softmax_scale: float | None
@@ -362,6 +375,7 @@ class Kernels(CacheOps, TopkOps):
         plan: SparseDecodePlan | None,
         softmax_scale: float | None,
         num_splits: int | None = None,
+        may_plan_in_capture: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """A call that has to be checked first."""
         self._require_op(OP)
@@ -374,7 +388,9 @@ class Kernels(CacheOps, TopkOps):
         if plan is None:
             if binding.batch * binding.s_q == 0:
                 return _results(make_outputs(tensors, self.spec.dims.d_v))
-            plan = self._shared_plan(PlanKey(binding.batch, binding.s_q, binding.topk, ordinal, stream, num_splits))
+            plan = self._shared_plan(
+                may_plan_in_capture, PlanKey(binding.batch, binding.s_q, binding.topk, ordinal, stream, num_splits)
+            )
         else:
             self._require_own(plan)
             plan.require_shape(binding)
@@ -387,17 +403,31 @@ class Kernels(CacheOps, TopkOps):
             plan.launch(binding.arguments, bound, softmax_scale, stream)
         return _results(bound)
 
-    def _shared_plan(self, key: PlanKey) -> SparseDecodePlan:
+    def _shared_plan(self, may_plan_in_capture: bool, key: PlanKey) -> SparseDecodePlan:
         with self._lock:
             plan = self._plans.get(key)
-            if plan is None:
+            if plan is not None:
+                if self._driver.is_capturing(key.ordinal):
+                    self._plans.pin(key)
+            elif may_plan_in_capture and self._driver.is_capturing(key.ordinal):
+                plan = self._plan_in_capture(key)
+            else:
                 plan = self.plan_sparse_decode(
                     key.batch, key.s_q, key.topk, num_splits=key.num_splits, device=key.ordinal
                 )
                 self._plans.add(key, plan)
-            elif self._driver.is_capturing(key.ordinal):
-                self._plans.pin(key)
             return plan
+
+    def _plan_in_capture(self, key: PlanKey) -> SparseDecodePlan:
+        """A plan for one call of a graph. What comes after it in the graph may have its memory again."""
+        shape, device = (key.batch, key.s_q, key.topk), self._driver.torch_device(key.ordinal)
+        size = self.sparse_decode_workspace_bytes(*shape, num_splits=key.num_splits, device=device)
+        workspace = None
+        if size:
+            memory = torch.empty(size + WORKSPACE_ALIGNMENT_BYTES, dtype=torch.uint8, device=device)
+            first = -memory.data_ptr() % WORKSPACE_ALIGNMENT_BYTES
+            workspace = memory[first : first + size]
+        return self._make_plan(self._on(key.ordinal), self._shape(*shape), key.num_splits, workspace)
 
     def _check_values(self, tensors: DecodeTensors, ordinal: int) -> None:
         self._refuse_capture(ordinal)
