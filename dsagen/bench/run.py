@@ -13,6 +13,7 @@ from torch import Tensor
 
 import dsagen
 from dsagen.arch import arch_for_capability
+from dsagen.bench.axes import SweepAxes
 from dsagen.bench.cases import decode_cases
 from dsagen.bench.data import DecodeCase, DecodeInputs, KvPool, decode_inputs, make_pool
 from dsagen.bench.figures import CaseKey, DecodeFigures, PeerFigure, case_key, figures_of, floor_us
@@ -61,12 +62,13 @@ def sweep_decode(
     seed: int = 0,
     records: Records | None = None,
     progress: Progress = lambda _: None,
+    axes: SweepAxes = SweepAxes(),  # noqa: B008
 ) -> list[DecodeFigures]:
     """Measure every case of specs with the op on the current device.
 
-    `records` maps a case's key to the GPU time of its last record. Raises DeviceError without a device that the
-    specs declare, SpecError for a KV format without benchmark data, CheckFailed when an output is wrong. A peer that
-    is missing, refuses or is wrong becomes a note.
+    `records` maps a case's key to the GPU time of its last record, `axes` gives other cases than those of the specs.
+    Raises DeviceError without a device that the specs declare, SpecError for a KV format without benchmark data,
+    CheckFailed when an output is wrong. A peer that is missing, refuses or is wrong becomes a note.
     """
     figures: list[DecodeFigures] = []
     pool: KvPool | None = None
@@ -75,7 +77,7 @@ def sweep_decode(
     for spec in sorted(specs, key=lambda spec: spec.kv.format_id):
         kernels = dsagen.load(spec)
         kernels.prepare()
-        cases = decode_cases(spec)
+        cases = axes.cases(decode_cases(spec))
         if pool is None or pool_format != spec.kv.format_id:
             pool = None
             pool_format = spec.kv.format_id

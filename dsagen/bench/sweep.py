@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from dsagen.bench import run, topk_run
+from dsagen.bench.axes import SweepAxes
 from dsagen.bench.figures import DecodeFigures, Figures
 from dsagen.bench.run import Progress, Records
 from dsagen.bench.topk_figures import TopkFigures
@@ -23,12 +24,14 @@ def run_sweep(
     seed: int = 0,
     records: Records | None = None,
     progress: Progress = lambda _: None,
+    axes: SweepAxes = SweepAxes(),  # noqa: B008
 ) -> list[Figures]:
     """Measure every case of the specs' ops on the current device.
 
-    `records` maps a case's key to the GPU time of its last record. Raises DeviceError without a device that the
-    specs declare, SpecError for a spec without an op that is measured, CheckFailed when an output is wrong. A peer that
-    is missing, refuses or is wrong becomes a note.
+    `records` maps a case's key to the GPU time of its last record; `axes` gives other cases of sparse decode, and
+    nothing but that is measured. Raises DeviceError without a device that the specs declare, SpecError for a spec
+    without an op that is measured, CheckFailed when an output is wrong. A peer that is missing, refuses or is wrong
+    becomes a note.
     """
     for spec in specs:
         if not set(MEASURED_OPS) & set(spec.ops):
@@ -39,10 +42,10 @@ def run_sweep(
     known = records or {}
     decoding = [spec for spec in specs if DecodeFigures.op in spec.ops]
     figures: list[Figures] = list(
-        run.sweep_decode(decoding, with_peers=with_peers, seed=seed, records=known, progress=progress)
+        run.sweep_decode(decoding, with_peers=with_peers, seed=seed, records=known, progress=progress, axes=axes)
     )
     for spec in specs:
-        if TopkFigures.op in spec.ops:
+        if TopkFigures.op in spec.ops and not axes:
             figures += topk_run.sweep_topk(spec, with_peers=with_peers, seed=seed, records=known, progress=progress)
     return figures
 
