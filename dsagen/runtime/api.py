@@ -362,11 +362,12 @@ class Kernels(CacheOps, TopkOps):
             return None
         if ordinal is None:
             return None
-        key = PlanKey(batch, s_q, topk, ordinal, self._driver.current_stream(ordinal), num_splits)
+        # A PlanKey's fields: making one would cost as much as the rest.
+        key = (batch, s_q, topk, ordinal, self._driver.current_stream(ordinal), num_splits)
         with self._lock:
-            plan = self._plans.get(key)
+            plan = self._plans.get(key)  # type: ignore[arg-type]
             if plan is not None and self._driver.is_capturing(ordinal):
-                self._plans.pin(key)
+                self._plans.pin(PlanKey(*key))
             return plan
 
     def _decode(

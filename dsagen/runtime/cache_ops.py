@@ -127,9 +127,10 @@ class CacheOps(ABC):
             }
             return traced.kv_read(self.handle, k_cache, out, **options)
         sources = (k_cache, kpe_cache, slots, block_table, row_starts, token_starts)
+        made = self._new_rows(k_cache, slots, rows, extra) if out is None else out
         repeat = self._cache_launches["read"].repeat
-        if out is not None and not self._checks_values and repeat(*sources, out, extra, rows):
-            return out
+        if made is not None and not self._checks_values and repeat(*sources, made, extra, rows):
+            return made
         self._require_op(OP)
         record = cache_of(self.spec, require_bool("extra", extra))
         tensors = {
@@ -180,6 +181,17 @@ class CacheOps(ABC):
         pools = ("source_tokens", "target_tokens")
         self._check_slots(ordinal, {n: (t, arguments[p]) for (n, t), p in zip(slots.items(), pools, strict=True)})
         return self._launch_rows("convert", extra, ordinal, arguments, call)
+
+    def _new_rows(self, k_cache: object, slots: object, rows: object, extra: object) -> torch.Tensor | None:
+        """New rows for a read that is not checked yet; None for what is no read."""
+        record = self.spec.extra_kv_format if extra is True else self.spec.kv_format
+        count = slots.shape[0] if type(slots) is torch.Tensor and slots.dim() == 1 else rows
+        if record is None or type(k_cache) is not torch.Tensor or type(count) is not int or count < 1:
+            return None
+        try:
+            return torch.empty((count, record.d_qk), dtype=torch.bfloat16, device=k_cache.device)
+        except RuntimeError:  # no memory, as for a size that a check would refuse
+            return None
 
     def _check_slots(self, ordinal: int, slots: Mapping[str, tuple[torch.Tensor | None, Number]]) -> None:
         if self._checks_values:

@@ -6,14 +6,15 @@ import hashlib
 import itertools
 import threading
 from typing import TYPE_CHECKING
-from weakref import WeakValueDictionary
+from weakref import ref
 
 from dsagen.errors import GuardError
 
 if TYPE_CHECKING:
     from dsagen.runtime.api import Kernels
 
-_LOADED: WeakValueDictionary[str, Kernels] = WeakValueDictionary()
+# Plain references, since a look-up is part of what a call costs.
+_LOADED: dict[str, ref[Kernels]] = {}
 _LOCK = threading.Lock()
 
 
@@ -26,22 +27,27 @@ def register(kernels: Kernels, archs: tuple[str, ...], driver: str) -> str:
     text = "\0".join((kernels.spec.to_json(), *archs, driver))
     stem = f"{kernels.spec.name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     with _LOCK:
-        name = next(name for number in itertools.count() if (name := f"{stem}#{number}") not in _LOADED)
-        _LOADED[name] = kernels
+        name = next(name for number in itertools.count() if _living(name := f"{stem}#{number}") is None)
+        _LOADED[name] = ref(kernels)
     return name
 
 
 def find(name: str) -> Kernels:
     """The loaded kernels of that name, or others of the same spec; GuardError when there are none."""
-    found = _LOADED.get(name)
+    found = _living(name)
     if found is not None:
         return found
     stem = name.partition("#")[0] + "#"
     with _LOCK:
-        same = [kernels for other, kernels in sorted(_LOADED.items()) if other.startswith(stem)]
+        same = [kernels for other in sorted(_LOADED) if other.startswith(stem) and (kernels := _living(other))]
     if not same:
         raise GuardError(
             f"[T-19] kernels: none that are loaded have the handle {name!r}: load the spec with dsagen.load in this "
             "process, keep what it returns, and pass its `handle`"
         )
     return same[0]
+
+
+def _living(name: str) -> Kernels | None:
+    found = _LOADED.get(name)
+    return None if found is None else found()

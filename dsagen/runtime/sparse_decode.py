@@ -209,6 +209,7 @@ class SparseDecodePlan:
             self._launches.reserve(self._lent)
         # See OpLaunches; takes the tensors of a call in the order of DecodeTensors, all outputs given, and the scale.
         self.repeat = self._launches.repeat
+        self._hollow_outputs: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
         self._stream: int | None = None
         self._lock = threading.Lock()
 
@@ -244,8 +245,16 @@ class SparseDecodePlan:
 
     def new_outputs(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(out, lse) for a call of the plan's shape, as `make_outputs` makes them."""
-        d_v = self.spec.dims.d_v
-        return new_outputs(self.batch, self.s_q, self.spec.heads, d_v, self.device)
+        out, lse = self._hollow_outputs
+        if out is None or lse is None:
+            made = new_outputs(self.batch, self.s_q, self.spec.heads, self.spec.dims.d_v, self.device)
+            if all(type(tensor) is torch.Tensor for tensor in made):
+                # Of later ones only sizes, strides and dtypes are taken, so these need no memory.
+                for tensor in made:
+                    tensor.untyped_storage().resize_(0)
+                self._hollow_outputs = made
+            return new_outputs(self.batch, self.s_q, self.spec.heads, self.spec.dims.d_v, self.device)
+        return torch.empty_like(out), torch.empty_like(lse)
 
     def _make_workspace(self, lent: torch.Tensor | None, needed_bytes: int) -> torch.Tensor | None:
         """The caller's memory, or new; None when none is needed."""

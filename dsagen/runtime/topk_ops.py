@@ -17,12 +17,14 @@ from dsagen.runtime.launch import OpLaunches, Step
 from dsagen.runtime.loader import Loader
 from dsagen.runtime.plan_cache import PlanCache
 from dsagen.runtime.topk import (
+    FORM,
     OP,
     TopkOptions,
     TopkTensors,
     bind,
     check_windows,
     make_output,
+    new_output,
     output_arguments,
     require_determinism,
     shape_of,
@@ -122,11 +124,12 @@ class TopkOps(ABC):
             }
             return traced.topk(self.handle, scores, k, out, raw, counts, **given)
         scalars = (k, page_size, drop_neg_inf, determinism, candidate_blocks is not None)
-        if out is not None and not self._checks_values and (page_table is None or candidate_blocks is None):
+        result = new_output(scores, k) if out is None else out
+        if result is not None and not self._checks_values and (page_table is None or candidate_blocks is None):
             table = page_table if candidate_blocks is None else candidate_blocks
-            call = (scores, lengths, starts, table, table_of_row, table_starts, offsets, out, raw, counts, *scalars)
+            call = (scores, lengths, starts, table, table_of_row, table_starts, offsets, result, raw, counts, *scalars)
             if self._repeat_topk(plan, call):
-                return out
+                return result
         self._require_op(OP)
         with_table = table_of_row is not None or table_starts is not None
         table, tokens = table_and_page_size(page_table, candidate_blocks, page_size, with_table)
@@ -168,7 +171,10 @@ class TopkOps(ABC):
     def _repeat_topk(self, plan: TopkPlan | None, call: tuple[Any, ...]) -> bool:
         """Launch a call again that is like one before it; False where there is none, or the plan is not ours."""
         if plan is None:
-            return self._topk_launches.repeat(*call)
+            # Either the kernels share no row, or the call has a plan that it shares with others like it.
+            if self._topk_launches.repeat(*call):
+                return True
+            plan = self._known_topk_plan(call[0], call[len(FORM.tensors)])
         if type(plan) is not TopkPlan or plan.spec is not self.spec:
             return False
         try:
@@ -176,6 +182,21 @@ class TopkOps(ABC):
         except BaseException:
             plan.spoil()
             raise
+
+    def _known_topk_plan(self, scores: Any, k: Any) -> TopkPlan | None:
+        """The plan that a call without one has, if there is one already: nothing is checked yet."""
+        try:
+            rows, width = scores.shape
+            ordinal = self._driver.ordinal(scores.device)
+        except (AttributeError, ValueError):
+            return None
+        if ordinal is None or type(k) is not int:
+            return None
+        key = (rows, width, k, ordinal, self._driver.current_stream(ordinal))
+        with self._lock:
+            plan = self._topk_plans.get(key)
+            # A captured call has a plan that it shares with none but those of its graph.
+            return None if plan is not None and self._driver.is_capturing(ordinal) else plan
 
     def topk_slugs(self, scores: torch.Tensor, *, k: int, starts: torch.Tensor | None = None) -> tuple[str, ...]:
         """Names of the kernels that topk takes for these tensors, in the order of their launches; none without rows."""

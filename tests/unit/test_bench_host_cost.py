@@ -21,6 +21,10 @@ def make(spec, driver=FakeDriver):
 @pytest.mark.parametrize("spec", SPECS)
 def test_each_call_makes_the_launches_that_it_says(spec):
     driver, kernels = make(spec)
+    kernels.prepare()
+    kernels.freeze()
+    loads = list(driver.loads)
+    assert len(loads) == len(kernels._on(0).plans)
     found = list(host_calls(kernels))
     assert {op for op, *_ in found} == set(kernels.spec.ops)
     assert len({(op, name) for op, name, *_ in found}) == len(found) >= 5
@@ -28,6 +32,7 @@ def test_each_call_makes_the_launches_that_it_says(spec):
         before = len(driver.launches)
         call()
         assert len(driver.launches) - before == launches, (op, name)
+    assert driver.loads == loads, "something was loaded after prepare()"
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs a C compiler")

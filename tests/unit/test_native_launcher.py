@@ -1,5 +1,6 @@
 """The launcher in C: what it repeats by itself is to the byte what Python would launch, and the rest it declines."""
 
+import ctypes
 import gc
 import re
 import struct
@@ -7,6 +8,7 @@ import sys
 import threading
 import weakref
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -154,6 +156,53 @@ def test_a_repeated_call_is_the_same_to_the_byte(name, monkeypatch):
     assert len({record.block for record in found}) >= 4, "the addresses are to differ"
     # Python looked at the first call only.
     assert sum(launches._calls is not None for launches in checked) == 1
+
+
+def without_out(name, drop=("out", "lse")):
+    tensors = CALLS[name][2]
+    return lambda: {key: value for key, value in tensors().items() if key not in drop}
+
+
+@pytest.mark.parametrize(
+    ("name", "run"),
+    [
+        ("decode", lambda kernels, tensors: kernels.sparse_decode(**tensors)),
+        ("topk", lambda kernels, tensors: kernels.topk(**tensors, k=64, page_size=61)),
+        ("topk split", lambda kernels, tensors: kernels.topk(**tensors, k=64, page_size=61)),
+        ("read", lambda kernels, tensors: kernels.kv_read(**tensors)),
+    ],
+)
+def test_calls_without_plan_and_outputs_are_repeated_too(name, run, monkeypatch):
+    spec, registers, *_ = CALLS[name]
+    driver, kernels = make(NativeFakeDriver, spec, registers)
+    checked = []
+    launch = OpLaunches.launch
+    monkeypatch.setattr(OpLaunches, "launch", lambda self, *call: (checked.append(1), launch(self, *call))[1])
+    results = [run(kernels, without_out(name)()) for _ in range(3)]
+    assert len(checked) == 1
+    outs = [result[0] if isinstance(result, tuple) else result for result in results]
+    assert len({out.data_ptr() for out in outs}) == 3
+    assert len({(out.shape, out.dtype, out.stride()) for out in outs}) == 1
+    plans = {plan.symbol: plan for plan in kernels._on(0).plans}
+    last = [record for record in driver.launches if "count" not in record.symbol]
+    where = [struct.unpack_from("<Q", record.block, _offset(plans[record.symbol], "out"))[0] for record in last]
+    assert set(where) == {out.data_ptr() for out in outs}
+
+
+@pytest.mark.parametrize("name", ["decode", "topk", "read"])
+def test_outputs_that_cannot_be_had_leave_the_call_to_the_checks(name, monkeypatch):
+    spec, registers, *_ = CALLS[name]
+    _, kernels = make(NativeFakeDriver, spec, registers)
+    tensors = without_out(name, ("out", "lse", "raw", "counts"))()
+    call = {"decode": kernels.sparse_decode, "topk": partial(kernels.topk, k=64, page_size=61), "read": kernels.kv_read}
+    call[name](**tensors)
+
+    def no_memory(*_, **__):
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(torch, "empty", no_memory)
+    with pytest.raises(torch.OutOfMemoryError, match="no memory"):
+        call[name](**tensors)
 
 
 def test_every_op_is_among_those_that_are_compared():
@@ -315,6 +364,24 @@ def test_the_devices_context_is_current_during_launches():
     kernels.sparse_decode(**tensors, plan=plan)
     assert driver.cuda.get("stub_pushes") == 2, "it was current"
     assert len(driver.launches) == 6
+
+
+def test_kernels_of_several_devices_run_in_their_contexts():
+    """A `Calls` table holds calls of all devices; each is launched in its own context, and none is left behind."""
+    driver = NativeFakeDriver()
+    driver.block_bytes["kernel"] = 8
+    function, _ = driver.handles(0, "kernel")
+    calls = driver.launcher().calls(1, 1, 0, 9, print)
+    row = ((function, 1, 32, 0, False, 1, bytes(8), ((0, 0, 0),)),)
+    tensor = ints(4)
+    for device in (0, 1):
+        assert calls.remember((tensor, device), CONTEXT + device, row, ())
+    for device in (1, 0, 1, 1):
+        assert calls.repeat(tensor, device)
+    contexts = [record.context for record in driver.cuda.drain()]
+    assert contexts == [CONTEXT + 1, CONTEXT, CONTEXT + 1, CONTEXT + 1]
+    assert driver.cuda.get("stub_pushes") == 4
+    assert ctypes.c_void_p.in_dll(driver.cuda.library, "stub_context").value is None
 
 
 def test_threads_that_share_a_plan_keep_its_kernels_together():
