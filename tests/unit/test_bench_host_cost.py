@@ -24,7 +24,7 @@ def test_each_call_makes_the_launches_that_it_says(spec):
     kernels.prepare()
     kernels.freeze()
     loads = list(driver.loads)
-    assert len(loads) == len(kernels._on(0).plans)
+    assert len(loads) == len({plan.slug for plan in kernels._on(0).plans})
     found = list(host_calls(kernels))
     assert {op for op, *_ in found} == set(kernels.spec.ops)
     assert len({(op, name) for op, name, *_ in found}) == len(found) >= 5
