@@ -238,6 +238,11 @@ class DeploymentSpec(_Part):
         return self.extra_kv.record if self.extra_kv else None
 
     @property
+    def extra_topk(self) -> int:
+        """Capacity of the second cache's index row, in columns; 0 without one."""
+        return self.extra_kv.topk if self.extra_kv else 0
+
+    @property
     def selected_topk(self) -> int:
         """Capacity, in columns, of the index rows that topk writes.
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dsagen.bench.data import BENCH_FORMATS, DecodeCase
+from dsagen.bench.data import DecodeCase
 from dsagen.bench.topk_data import TopkBenchCase
-from dsagen.errors import SpecError
 from dsagen.spec import DeploymentSpec
 
 BATCHES = (1, 4, 16, 64, 128)
 S_Q = 1
 TOPK = 2048
+# Columns of a window, and of a selection in a second cache.
+WINDOW = 128
+SELECTED = (512, 1024)
 KV_TOKENS = 32 << 10
 PAGE_SIZE = 64
 
@@ -35,26 +37,35 @@ FEWER_SLOTS_SHAPES = ((128, 32 << 10), (1, 128 << 10), (16, 128 << 10))
 
 
 def decode_cases(spec: DeploymentSpec) -> list[DecodeCase]:
-    """A sparse-decode deployment at each batch: 32K tokens a sequence, one query token, its top-k up to 2048.
+    """A sparse-decode deployment at each batch: 32K tokens a sequence, one query token, its index rows.
 
-    SpecError for a KV format that no benchmark data is drawn for.
+    With a second cache that is a window and 512 (of large capacities also 1024) selected tokens; where the main
+    cache's rows have room for a selection, also that alone.
     """
-    if spec.kv.format_id not in BENCH_FORMATS:
-        raise SpecError(
-            f"{spec.name}: no benchmark data for KV format {spec.kv.format_id}; there is for {', '.join(BENCH_FORMATS)}"
-        )
     return [
         DecodeCase(
             kv_format=spec.kv.format_id,
             heads=spec.heads,
             batch=batch,
             s_q=S_Q,
-            topk=min(TOPK, spec.topk),
+            topk=topk,
             kv_tokens=KV_TOKENS,
             page_size=PAGE_SIZE,
+            extra_format=spec.extra_kv.format_id if extra_topk and spec.extra_kv else None,
+            extra_topk=extra_topk or None,
         )
+        for topk, extra_topk in decode_widths(spec)
         for batch in BATCHES
     ]
+
+
+def decode_widths(spec: DeploymentSpec) -> list[tuple[int, int]]:
+    """Columns of the index rows of both caches that are measured."""
+    if not spec.extra_topk:
+        return [(min(TOPK, spec.topk), 0)]
+    window = min(WINDOW, spec.topk)
+    widths = [(window, extra) for extra in SELECTED if extra <= spec.extra_topk] or [(window, spec.extra_topk)]
+    return widths + ([(SELECTED[0], 0)] if spec.topk >= SELECTED[0] else [])
 
 
 def topk_cases(spec: DeploymentSpec, score: str, modes: Sequence[str]) -> list[TopkBenchCase]:

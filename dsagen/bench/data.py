@@ -7,22 +7,27 @@ region of its own as long as the pool has room for that; then regions are reused
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from dsagen.check.cache import allocate_cache, natural_rule, quantise_rows, write_tokens
 from dsagen.errors import SpecError
+from dsagen.families.sparse_decode.reference import Source
 from dsagen.kv_format import KvFormat, kv_format
-
-BENCH_FORMATS = ("v32", "bf16")
 
 # 5.5 GB of V32 records: 256 sequences of 32K tokens.
 POOL_TOKENS = 8 << 20
 TEMPLATE_TOKENS = 1 << 16
 
-# Gives scores a standard deviation of about 1.4: a softmax that is neither flat nor one-hot.
+# Gives scores of V32 rows a standard deviation of about 1.4: a softmax that is neither flat nor one-hot.
 _Q_DEVIATION = 8.0
+
+# Of rows that a writer quantises: the same for them.
+_ROW_DEVIATION = 0.175
 
 # Random keys drawn at once while ids are selected: 512 MB of fp32.
 _MAX_KEYS = 1 << 27
@@ -33,6 +38,7 @@ class DecodeCase:
     """One sparse-decode shape: `batch` sequences of `kv_tokens` cached tokens, `s_q` query tokens each.
 
     `heads` are the query heads on this rank, `topk` the ids of each query token, `page_size` the tokens of a page.
+    `extra_format` and `extra_topk` are those of a second cache of as many tokens and as large pages, None without one.
     Raises SpecError for a shape that cannot be drawn.
     """
 
@@ -43,24 +49,46 @@ class DecodeCase:
     topk: int
     kv_tokens: int
     page_size: int
+    extra_format: str | None = None
+    extra_topk: int | None = None
 
     def __post_init__(self) -> None:
-        if self.kv_format not in BENCH_FORMATS:
-            raise SpecError(f"kv_format {self.kv_format!r}: benchmark data exists for {', '.join(BENCH_FORMATS)}")
+        kv_format(self.kv_format)
         for name in ("heads", "batch", "s_q", "topk", "kv_tokens", "page_size"):
             value = getattr(self, name)
             if value < 1:
                 raise SpecError(f"{name} must be at least 1, got {value}")
-        if self.topk > self.kv_tokens:
-            raise SpecError(
-                f"topk {self.topk} > kv_tokens {self.kv_tokens}: a query cannot select that many distinct tokens; "
-                f"use topk <= {self.kv_tokens}"
-            )
+        for name in ("topk", "extra_topk"):
+            columns = getattr(self, name) or 0
+            if columns > self.kv_tokens:
+                raise SpecError(
+                    f"{name} {columns} > kv_tokens {self.kv_tokens}: a query cannot select that many distinct tokens; "
+                    f"use {name} <= {self.kv_tokens}"
+                )
 
     @property
     def record(self) -> KvFormat:
         """The KV format's record."""
         return kv_format(self.kv_format)
+
+    @property
+    def extra_record(self) -> KvFormat | None:
+        """The second cache's record."""
+        return None if self.extra_format is None else kv_format(self.extra_format)
+
+    @property
+    def columns(self) -> int:
+        """Ids of each query token, of both caches."""
+        return self.topk + (self.extra_topk or 0)
+
+    @property
+    def width(self) -> str:
+        """The index rows in words, such as "128 + 512"."""
+        return f"{self.topk} + {self.extra_topk}" if self.extra_topk else str(self.topk)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, without what the case does not have."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
     @property
     def queries(self) -> int:
@@ -70,39 +98,47 @@ class DecodeCase:
     @property
     def kv_bytes(self) -> int:
         """Bytes of the selected cache rows of one call."""
-        return self.queries * self.topk * self.record.record_bytes
+        extra = self.extra_record
+        extra_bytes = (self.extra_topk or 0) * extra.record_bytes if extra else 0
+        return self.queries * (self.topk * self.record.record_bytes + extra_bytes)
 
     @property
     def io_bytes(self) -> int:
         """Bytes of q, out, lse and the ids of one call."""
         per_head = (self.record.d_qk + self.record.d_v) * 2 + 4
-        return self.queries * (self.heads * per_head + self.topk * 4)
+        return self.queries * (self.heads * per_head + self.columns * 4)
 
     @property
     def flops(self) -> int:
         """Floating-point operations of one call: two for each multiply-add of both products."""
-        return 2 * self.queries * self.heads * self.topk * (self.record.d_qk + self.record.d_v)
+        return 2 * self.queries * self.heads * self.columns * (self.record.d_qk + self.record.d_v)
 
 
 @dataclass(frozen=True)
 class KvPool:
     """A paged cache and, if asked for, the same tokens as bf16.
 
-    `k_cache` is uint8 [pages, page_size, 1, record bytes] for byte formats, bf16 [pages, page_size, 1, 576] for bf16.
-    `k_cache_bf16` is bf16 [tokens, 1, 576]: code times scale, rounded once.
+    `caches` are the format's tensors [pages, page_size, 1, columns] by name. `k_cache_bf16` is bf16 [tokens, 1, 576]:
+    code times scale, rounded once; of formats of 576 dims only.
     """
 
-    k_cache: Tensor
+    caches: Mapping[str, Tensor]
     k_cache_bf16: Tensor | None
     tokens: int
+
+    @property
+    def k_cache(self) -> Tensor:
+        """The tensor with the values."""
+        return next(iter(self.caches.values()))
 
 
 @dataclass(frozen=True)
 class DecodeInputs:
     """One input set of a case.
 
-    `q` bf16 [batch, s_q, heads, 576]; `k_cache` and `k_cache_bf16` as in KvPool, shared by all sets; `indices` int32
-    [batch, s_q, topk], physical token ids (page * page_size + offset); `sm_scale` multiplies the scores.
+    `q` bf16 [batch, s_q, heads, d_qk]; `k_cache`, `kpe_cache` and `k_cache_bf16` of the KvPool, shared by all sets;
+    `indices` int32 [batch, s_q, topk], physical token ids (page * page_size + offset); `extra` the second cache with
+    its own; `sm_scale` multiplies the scores.
     """
 
     q: Tensor
@@ -110,6 +146,8 @@ class DecodeInputs:
     k_cache_bf16: Tensor | None
     indices: Tensor
     sm_scale: float
+    kpe_cache: Tensor | None = None
+    extra: Source | None = None
 
 
 def make_pool(
@@ -123,8 +161,6 @@ def make_pool(
     template_tokens: int = TEMPLATE_TOKENS,
 ) -> KvPool:
     """A random cache of `tokens` tokens; raises SpecError for an unknown format or a partly filled page."""
-    if format_id not in BENCH_FORMATS:
-        raise SpecError(f"kv_format {format_id!r}: benchmark data exists for {', '.join(BENCH_FORMATS)}")
     if tokens < page_size or tokens % page_size:
         below = max(1, tokens // page_size) * page_size
         raise SpecError(f"a pool of {tokens} tokens does not fill pages of {page_size}: use {below} tokens")
@@ -134,40 +170,79 @@ def make_pool(
     rows = min(template_tokens, tokens)
     if format_id == "bf16":
         template = _normal((rows, record.d_qk), generator, 0.3).bfloat16()
-        cache = _repeat(template, tokens)
-        bf16 = cache.view(tokens, 1, record.d_qk) if with_bf16 else None
-    else:
+    elif record.family == "v32":
         template = _quantised_rows(record, rows, generator)
-        cache = _repeat(template, tokens)
-        dequantised = _repeat(dequantise_rows(record, template), tokens) if with_bf16 else None
-        bf16 = dequantised.view(tokens, 1, record.d_qk) if dequantised is not None else None
-    return KvPool(cache.view(tokens // page_size, page_size, 1, -1), bf16, tokens)
+    else:
+        return KvPool(_paged_pool(record, tokens, page_size, rows, generator), None, tokens)
+    cache = _repeat(template, tokens)
+    bf16 = None
+    if with_bf16:
+        plain = cache if format_id == "bf16" else _repeat(dequantise_rows(record, template), tokens)
+        bf16 = plain.view(tokens, 1, record.d_qk)
+    return KvPool({record.tensors[0].name: cache.view(tokens // page_size, page_size, 1, -1)}, bf16, tokens)
 
 
-def decode_inputs(case: DecodeCase, pool: KvPool, sets: int, *, seed: int = 0) -> list[DecodeInputs]:
-    """`sets` input sets of a case on the pool's device; raises SpecError where the pool does not fit the case."""
-    _check_pool(case, pool)
-    device = pool.k_cache.device
-    generator = torch.Generator(device=device)
+def _paged_pool(
+    record: KvFormat, tokens: int, page_size: int, rows: int, generator: torch.Generator
+) -> dict[str, Tensor]:
+    """Tensors of a pool: pages with what a writer of the format makes of normal rows, repeated."""
+    pages, device = -(-rows // page_size), generator.device
+    template = allocate_cache(record, pages, page_size, device)
+    x = _normal((pages * page_size, record.d_qk), generator, _ROW_DEVIATION).bfloat16()
+    ids = torch.arange(pages * page_size, device=device)
+    write_tokens(record, template, ids, quantise_rows(record, x, natural_rule(record)))
+    return {name: _repeat_pages(cache, tokens // page_size) for name, cache in template.items()}
+
+
+def _repeat_pages(cache: Tensor, pages: int) -> Tensor:
+    """The tensor's pages again and again, with their padding."""
+    stride = cache.stride(0)
+    whole = torch.as_strided(cache, (cache.shape[0], stride), (stride, 1))
+    return _repeat(whole, pages).as_strided((pages, *cache.shape[1:]), cache.stride())
+
+
+def decode_inputs(
+    case: DecodeCase, pool: KvPool, sets: int, *, seed: int = 0, extra_pool: KvPool | None = None
+) -> list[DecodeInputs]:
+    """`sets` input sets of a case on the pool's device; raises SpecError where a pool does not fit the case."""
+    _check_pool(case, case.record, pool)
+    generator = torch.Generator(device=pool.k_cache.device)
     generator.manual_seed(seed)
     d_qk = case.record.d_qk
-    ids = _distinct_ids(sets * case.queries, case.kv_tokens, case.topk, generator)
-    regions = pool.tokens // case.kv_tokens
-    region = torch.arange(sets * case.batch, device=device).view(sets, case.batch, 1, 1) % regions
-    physical = (ids.view(sets, case.batch, case.s_q, case.topk) + region * case.kv_tokens).to(torch.int32)
+    indices = _physical_ids(case, case.topk, pool, sets, generator)
+    extra_indices, extra = None, case.extra_record
+    if extra is not None and case.extra_topk:
+        if extra_pool is None:
+            raise SpecError(f"the case has a second cache ({extra.format_id}) and there is no pool for it: make one")
+        _check_pool(case, extra, extra_pool)
+        extra_indices = _physical_ids(case, case.extra_topk, extra_pool, sets, generator)
     inputs = []
     for index in range(sets):
         q = _normal((case.batch, case.s_q, case.heads, d_qk), generator, _Q_DEVIATION).bfloat16()
+        source = None
+        if extra is not None and extra_pool is not None and extra_indices is not None:
+            source = Source(extra, extra_pool.caches, extra_indices[index].contiguous())
+        tensors = list(pool.caches.values())
         inputs.append(
             DecodeInputs(
                 q=q,
-                k_cache=pool.k_cache,
+                k_cache=tensors[0],
                 k_cache_bf16=pool.k_cache_bf16,
-                indices=physical[index].contiguous(),
+                indices=indices[index].contiguous(),
                 sm_scale=float(d_qk**-0.5),
+                kpe_cache=tensors[1] if len(tensors) > 1 else None,
+                extra=source,
             )
         )
     return inputs
+
+
+def _physical_ids(case: DecodeCase, topk: int, pool: KvPool, sets: int, generator: torch.Generator) -> Tensor:
+    """int32 [sets, batch, s_q, topk]: distinct tokens of each sequence's own region of the pool."""
+    ids = _distinct_ids(sets * case.queries, case.kv_tokens, topk, generator)
+    regions = pool.tokens // case.kv_tokens
+    region = torch.arange(sets * case.batch, device=generator.device).view(sets, case.batch, 1, 1) % regions
+    return (ids.view(sets, case.batch, case.s_q, topk) + region * case.kv_tokens).to(torch.int32)
 
 
 def dequantise_rows(record: KvFormat, rows: Tensor) -> Tensor:
@@ -216,16 +291,16 @@ def _distinct_ids(rows: int, tokens: int, topk: int, generator: torch.Generator)
     return ids
 
 
-def _check_pool(case: DecodeCase, pool: KvPool) -> None:
+def _check_pool(case: DecodeCase, record: KvFormat, pool: KvPool) -> None:
     if case.kv_tokens > pool.tokens:
         raise SpecError(
             f"kv_tokens {case.kv_tokens} is more than the pool's {pool.tokens} tokens: make a larger pool or shorten "
             "the sequences"
         )
     page_size, columns = pool.k_cache.shape[1], pool.k_cache.shape[3]
-    wanted = (case.page_size, case.record.cache_tensor().columns)
+    wanted = (case.page_size, record.tensors[0].columns)
     if (page_size, columns) != wanted:
         raise SpecError(
             f"the pool has pages of {page_size} tokens x {columns} columns, the case needs {wanted[0]} x {wanted[1]} "
-            f"({case.kv_format})"
+            f"({record.format_id})"
         )

@@ -116,6 +116,7 @@ class DecodeFigures:
     op: ClassVar[str] = "sparse_decode"
     header: ClassVar[tuple[str, ...]] = (
         "batch",
+        "topk",
         "GPU us",
         "spread",
         "floor us",
@@ -143,12 +144,13 @@ class DecodeFigures:
     @property
     def title(self) -> str:
         """The case in words."""
-        return f"batch {self.case.batch}"
+        return f"batch {self.case.batch}, topk {self.case.width}"
 
     def cells(self) -> tuple[str, ...]:
         """The table's row."""
         return (
             str(self.case.batch),
+            self.case.width,
             f"{self.gpu_us:.1f}",
             f"{self.spread:.1%}",
             number(self.floor_us, ".1f"),
@@ -204,7 +206,7 @@ class DecodeFigures:
             "spec": self.spec,
             "slug": self.slug,
             "device": self.device,
-            "case": asdict(self.case),
+            "case": self.case.to_json(),
             "num_splits": self.num_splits,
             "ctas": self.ctas,
             "active_sms": self.active_sms,

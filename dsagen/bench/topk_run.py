@@ -49,10 +49,12 @@ def sweep_topk(
     seed: int,
     records: Mapping[CaseKey, float],
     progress: Callable[[str], None],
+    wrong: Callable[[str], None],
 ) -> list[TopkFigures]:
     """Every case of the spec in both dtypes of scores, on the current device.
 
-    CheckFailed when a result of ours is wrong. A peer that is missing, refuses or is wrong becomes a note.
+    What is wrong with a result of ours goes to `wrong`, and its case is left out. A peer that is missing, refuses or is
+    wrong becomes a note.
     """
     figures: list[TopkFigures] = []
     peers: dict[CaseKey, tuple[PeerFigure, ...]] = {}
@@ -62,7 +64,11 @@ def sweep_topk(
         kernels.prepare()
         for case in topk_cases(spec, score, offered_modes(kernels.topk)):
             inputs = topk_inputs(case, _sets_of(case), device=kernels.device, seed=seed)
-            found = measure_topk(kernels, case, inputs)
+            try:
+                found = measure_topk(kernels, case, inputs)
+            except CheckFailed as error:
+                wrong(str(error))
+                continue
             progress(f"{spec.name}: {found.title}: {found.gpu_us:.1f} us")
             # What others do does not depend on our mode.
             shape = case_key(asdict(replace(case, mode="off")))

@@ -6,7 +6,7 @@ the widths that force a number of splits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import product
@@ -30,6 +30,11 @@ PEER_QUERIES = (1, 3)
 FIXED_LENGTH_BATCH = 74
 CORNER_BATCHES = (1, 4, 74, 321)
 CORNER_QUERIES = 3
+
+# Shapes of the second cache, in turn.
+EXTRA_SHAPES = ((512, 64, 5), (1024, 576, 2), (512, 64, 69), (1024, 512, 123), (2046, 640, 1), (512, 100, 64))
+# Columns of all index rows beyond which a case gets a short one, so that no case grows much.
+MOST_EXTRA_COLUMNS = 1 << 17
 
 REPEATS = 20
 # More than the 256 splits that a byte could count.
@@ -91,6 +96,17 @@ ROUGH_VALUES = frozenset(
 
 
 @dataclass(frozen=True)
+class ExtraCase:
+    """What the second cache of a case has of its own; the rest is as in the case."""
+
+    kv_tokens: int
+    topk: int
+    page_size: int
+    ids: Ids = Ids.RANDOM
+    lengths: Lengths = Lengths.NONE
+
+
+@dataclass(frozen=True)
 class DecodeCase:
     """One run of the op. `kv_tokens` are the tokens of a request, `topk` the columns of an index row.
 
@@ -98,7 +114,7 @@ class DecodeCase:
     are not only -1, and lengths may exceed the row or be negative. `sink`: attn_sink is given, some of it infinite.
     `strided`: q, indices, lengths and outputs are parts of larger tensors. `padded_pages`: a spare row behind each
     page. `num_splits` forces the split count. `lse` is (base, value of an empty row). `sample_rows` bounds how many
-    query tokens are compared; 0 compares all.
+    query tokens are compared; 0 compares all. `extra` is the second cache, which a spec without one does not get.
     """
 
     op: ClassVar[str] = "sparse_decode"
@@ -122,6 +138,12 @@ class DecodeCase:
     lse: tuple[Literal["e", 2], Literal["+inf", "-inf"]] | None = None
     probe: Probe = Probe.PLAIN
     sample_rows: int = 0
+    extra: ExtraCase | None = None
+
+    @property
+    def extra_topk(self) -> int:
+        """Columns of the second cache's index rows, 0 where the call leaves it out."""
+        return self.extra.topk if self.extra else 0
 
     @property
     def rows(self) -> int:
@@ -129,11 +151,21 @@ class DecodeCase:
         return self.batch * self.s_q
 
 
-def decode_cases(tier: Tier, tile_tokens: int, record_bytes: int, keeps_nan: bool = True) -> tuple[DecodeCase, ...]:
+def decode_cases(
+    tier: Tier, tile_tokens: int, record_bytes: int, keeps_nan: bool = True, two_caches: bool = False
+) -> tuple[DecodeCase, ...]:
     """The cases of a tier for a kernel with tiles of `tile_tokens` and cache records of `record_bytes`.
 
     `keeps_nan` False leaves out NaN in selected tokens, for kernels that declare to read NaN codes as numbers.
+    `two_caches`: the kernel has a second cache, which then is in most cases, and in some of its own.
     """
+    cases = _one_cache_cases(tier, tile_tokens, record_bytes, keeps_nan)
+    if not two_caches:
+        return cases
+    return tuple(with_extra(cases)) + tuple(extra_cases(tile_tokens))
+
+
+def _one_cache_cases(tier: Tier, tile_tokens: int, record_bytes: int, keeps_nan: bool) -> tuple[DecodeCase, ...]:
     adversarial = tuple(
         case for case in adversarial_cases(tile_tokens) if keeps_nan or case.values is not Values.NAN_SELECTED
     )
@@ -241,6 +273,44 @@ def probe_cases() -> Iterator[DecodeCase]:
     yield replace(base, name="run.graph.splits5", probe=Probe.GRAPH, num_splits=5)
     yield replace(base, name="run.repeated.splits5", probe=Probe.REPEATED, num_splits=5)
     yield replace(base, name="run.repeated.one_row", probe=Probe.REPEATED, batch=1, s_q=1)
+
+
+def with_extra(cases: Iterable[DecodeCase]) -> Iterator[DecodeCase]:
+    """The cases with a second cache: each with the next of the peers' shapes, every fourth without one."""
+    lengths = (Lengths.NONE, Lengths.PER_REQUEST, Lengths.PER_TOKEN)
+    for number, case in enumerate(cases):
+        kv_tokens, topk, page_size = EXTRA_SHAPES[number % len(EXTRA_SHAPES)]
+        if number % 4 == 3 or case.name.startswith("large."):
+            yield case
+            continue
+        ids = case.ids if case.ids in (Ids.ALL_INVALID, Ids.SHARED, Ids.DUPLICATES) else Ids.RANDOM
+        if case.rows * topk > MOST_EXTRA_COLUMNS:
+            kv_tokens, topk = 512, 64
+        yield replace(case, extra=ExtraCase(kv_tokens, topk, page_size, ids, lengths[number % 3]))
+
+
+def extra_cases(tile_tokens: int) -> Iterator[DecodeCase]:
+    """What only two caches have: one of them empty, either way, and splits that the border between them crosses."""
+    base = DecodeCase("", batch=3, s_q=2, kv_tokens=300, topk=128, page_size=61, sink=True, wild_ids=True)
+    extra = ExtraCase(700, 200, 5)
+    none, shared = Ids.ALL_INVALID, Ids.SHARED
+    yield replace(base, name="extra.left_out")
+    yield replace(base, name="extra.none_valid", extra=replace(extra, ids=none))
+    yield replace(base, name="extra.main_none_valid", ids=none, extra=extra)
+    yield replace(base, name="extra.neither_valid", ids=none, extra=replace(extra, ids=none))
+    yield replace(base, name="extra.one_valid", ids=none, extra=replace(extra, ids=Ids.ONE_VALID))
+    both = replace(extra, lengths=Lengths.PER_TOKEN)
+    yield replace(base, name="extra.lengths", lengths=Lengths.PER_REQUEST, extra=both, padded_pages=True, strided=True)
+    for topk, other in ((1, 1), (63, 65), (128, 100), (65, 511), (200, 1), (1, 200)):
+        part = ExtraCase(max(300, other + 1), other, 69)
+        yield replace(base, name=f"extra.width.{topk}_{other}", topk=topk, extra=part)
+    for num_splits in (2, 3, 5, 8):
+        part = ExtraCase(4 * tile_tokens + 70, 4 * tile_tokens - 3, 2, lengths=Lengths.PER_TOKEN)
+        wide = replace(base, topk=3 * tile_tokens + 5, kv_tokens=4 * tile_tokens, num_splits=num_splits)
+        yield replace(wide, name=f"extra.splits.{num_splits}", extra=part, lengths=Lengths.PER_TOKEN)
+    rising = replace(base, values=Values.RAMP_UP, ids=shared, topk=200, sink=False)
+    yield replace(rising, name="extra.ramp_up", extra=ExtraCase(700, 400, 64, shared))
+    yield replace(rising, name="extra.ramp_down", values=Values.RAMP_DOWN, extra=ExtraCase(700, 100, 64, shared))
 
 
 def large_cases(record_bytes: int) -> Iterator[DecodeCase]:

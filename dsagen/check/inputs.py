@@ -7,16 +7,17 @@ values, and index columns at or past a length hold ids of such tokens or no ids 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor
 
 from dsagen.check.cache import allocate_cache, encode, natural_rule, power_of_two, quantise_rows, write_tokens
 from dsagen.check.cases import DecodeCase, Ids, Lengths, Values
-from dsagen.dtype import E4M3
-from dsagen.kv_format import KvFormat, ScaleKind
+from dsagen.dtype import E4M3, NanRule
+from dsagen.families.sparse_decode.reference import Source
+from dsagen.kv_format import CACHE_ALIGNMENT_BYTES, KvFormat, ScaleKind
 
 _INVALID_SHARE = 0.15
 _WILD = (-1, -(2**31), -123456, 2147480000, 2**31 - 1)
@@ -27,7 +28,9 @@ _SPARE_PAGES = 2
 
 @dataclass(frozen=True)
 class DecodeInputs:
-    """Arguments of one call: q bf16 [b, s_q, h, d_qk], caches by tensor name, indices int32 [b, s_q, topk]."""
+    """Arguments of one call: q bf16 [b, s_q, h, d_qk], caches by tensor name, indices int32 [b, s_q, topk]; the same of
+    the second cache where there is one.
+    """
 
     record: KvFormat
     q: Tensor
@@ -36,25 +39,78 @@ class DecodeInputs:
     topk_length: Tensor | None
     attn_sink: Tensor | None
     sm_scale: float
+    extra: Source | None = None
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """The caches with their lists."""
+        main = Source(self.record, self.caches, self.indices, self.topk_length)
+        return (main, self.extra) if self.extra else (main,)
+
+    def part(self, requests: slice) -> DecodeInputs:
+        """The inputs of some of the requests."""
+        main, *extra = (
+            replace(
+                source,
+                indices=source.indices[requests],
+                topk_length=None if source.topk_length is None else source.topk_length[requests],
+            )
+            for source in self.sources
+        )
+        return replace(
+            self,
+            q=self.q[requests],
+            indices=main.indices,
+            topk_length=main.topk_length,
+            extra=extra[0] if extra else None,
+        )
 
     def overwrite(self, other: DecodeInputs) -> None:
         """Take over another set's contents in place; shapes must agree."""
-        pairs = [(self.q, other.q), (self.indices, other.indices)]
-        pairs += [(cache, other.caches[name]) for name, cache in self.caches.items()]
-        pairs += [
-            (mine, theirs)
-            for mine, theirs in ((self.topk_length, other.topk_length), (self.attn_sink, other.attn_sink))
-            if mine is not None and theirs is not None
-        ]
-        for mine, theirs in pairs:
-            mine.copy_(theirs)
+        pairs: list[tuple[Tensor | None, Tensor | None]] = [(self.q, other.q), (self.attn_sink, other.attn_sink)]
+        for mine, theirs in zip(self.sources, other.sources, strict=True):
+            assert isinstance(mine.caches, Mapping) and isinstance(theirs.caches, Mapping)
+            pairs += [(mine.indices, theirs.indices), (mine.topk_length, theirs.topk_length)]
+            pairs += [(cache, theirs.caches[name]) for name, cache in mine.caches.items()]
+        for into, new in pairs:
+            if into is not None and new is not None:
+                into.copy_(new)
 
 
 def make_inputs(
-    case: DecodeCase, record: KvFormat, heads: int, device: torch.device, generator: torch.Generator
+    case: DecodeCase,
+    record: KvFormat,
+    heads: int,
+    device: torch.device,
+    generator: torch.Generator,
+    extra_record: KvFormat | None = None,
 ) -> DecodeInputs:
-    """Draw the inputs of a case; `generator` belongs to `device`."""
-    return _Draw(case, record, heads, device, generator).inputs()
+    """Draw the inputs of a case; `generator` belongs to `device`. `extra_record` is for cases with a second cache."""
+    draws = [_Draw(case, record, heads, device, generator)]
+    if case.extra is not None:
+        assert extra_record is not None, f"{case.name} has a second cache, the kernels have none"
+        other = replace(case, **asdict(case.extra), extra=None)
+        draws.append(_Draw(other, extra_record, heads, device, generator))
+    sources, contents = zip(*(draw.source() for draw in draws), strict=True)
+    main = draws[0]
+    return DecodeInputs(
+        record=record,
+        q=main.placed(main.query(contents).bfloat16(), math.nan, 128),
+        caches=sources[0].caches,
+        indices=sources[0].indices,
+        topk_length=sources[0].topk_length,
+        attn_sink=main.sink() if case.sink else None,
+        sm_scale=main.sm_scale,
+        extra=sources[1] if case.extra is not None else None,
+    )
+
+
+@dataclass(frozen=True)
+class _Contents:
+    """Segments of the selected tokens, and the typical size of each dim where that is not about 0.1."""
+
+    segments: dict[str, Tensor]
+    typical: Tensor | None = None
 
 
 class _Draw:
@@ -82,7 +138,8 @@ class _Draw:
         """int64 in low .. high - 1."""
         return torch.randint(low, high, shape, device=self.device, generator=self.generator)
 
-    def inputs(self) -> DecodeInputs:
+    def source(self) -> tuple[Source, _Contents]:
+        """A cache with lists that select from it."""
         case, record = self.case, self.record
         ids = self.ids()
         lengths = self.lengths()
@@ -94,21 +151,34 @@ class _Draw:
         selected = torch.zeros(self.pages * case.page_size, dtype=torch.bool, device=self.device)
         selected[ids[valid]] = True
         tokens = selected.nonzero().flatten()
-        extra_bytes = record.cache_tensor().logical_stride_bytes if case.padded_pages else 0
-        caches = allocate_cache(record, self.pages, case.page_size, self.device, extra_bytes)
-        segments, q = self.contents(tokens, ids)
-        write_tokens(record, caches, tokens, segments)
+        caches = allocate_cache(record, self.pages, case.page_size, self.device, self.padding_bytes())
+        contents = self.contents(tokens, ids)
+        write_tokens(record, caches, tokens, contents.segments)
         indices = torch.where(valid, ids, self.invalid_ids(ids, live)).int()
-        sink = self.sink() if case.sink else None
-        return DecodeInputs(
-            record=record,
-            q=self.placed(q.bfloat16(), math.nan, 128),
-            caches=caches,
-            indices=self.placed(indices, 0, 128),
-            topk_length=None if lengths is None else self.placed_lengths(lengths.int()),
-            attn_sink=sink,
-            sm_scale=self.sm_scale,
-        )
+        given = None if lengths is None else self.placed_lengths(lengths.int())
+        return Source(record, caches, self.placed(indices, 0, 128), given), contents
+
+    def padding_bytes(self) -> int:
+        """Bytes behind each page: room for a token, in whole units of what bases and strides are multiples of."""
+        if not self.case.padded_pages:
+            return 0
+        return -(-self.record.record_bytes // CACHE_ALIGNMENT_BYTES) * CACHE_ALIGNMENT_BYTES
+
+    def query(self, contents: Sequence[_Contents]) -> Tensor:
+        """The queries in bf16 or fp32, such that logits are of the size that the case asks for in each cache."""
+        values, d_qk = self.case.values, self.record.d_qk
+        typical = [found.typical for found in contents if found.typical is not None]
+        if typical:
+            largest = torch.stack(typical).amax(0).clamp_min(1e-30)
+            deviation = 2.0 / (self.sm_scale * math.sqrt(d_qk))
+            return torch.div(self.queries() * deviation, largest)
+        q = self.queries().clamp_(-1, 1)
+        if values in (Values.RAMP_UP, Values.RAMP_DOWN):
+            q[..., d_qk - 1] = _RAMP_LOG2 * math.log(2) / self.sm_scale
+        elif values in (Values.PEAKED, Values.NAN_SELECTED, Values.HUGE):
+            deviation = 3000.0 if values is Values.HUGE else 4.0
+            q *= deviation / (self.sm_scale * 0.085 * math.sqrt(d_qk))
+        return q
 
     # ---- which tokens -----------------------------------------------------------------------------------------------
 
@@ -186,37 +256,31 @@ class _Draw:
 
     # ---- what they hold ---------------------------------------------------------------------------------------------
 
-    def contents(self, tokens: Tensor, ids: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        """(segments of the tokens, q in bf16 or fp32) for the case's kind of values."""
+    def contents(self, tokens: Tensor, ids: Tensor) -> _Contents:
+        """What the tokens hold for the case's kind of values."""
         values = self.case.values
         if values in (Values.MIXED_SCALES, Values.WILD_SCALES, Values.SUBNORMAL):
             return self.coded_contents(tokens.numel())
         x = (self.normal(tokens.numel(), self.record.d_qk) / 10).clamp(-1, 1)
-        q = self.queries().clamp_(-1, 1)
         if values in (Values.RAMP_UP, Values.RAMP_DOWN):
-            self.ramp(x, q, tokens, ids)
-        elif values in (Values.PEAKED, Values.NAN_SELECTED, Values.HUGE):
-            deviation = 3000.0 if values is Values.HUGE else 4.0
-            q *= deviation / (self.sm_scale * 0.085 * math.sqrt(self.record.d_qk))
+            self.ramp(x, tokens, ids)
         segments = quantise_rows(self.record, x.bfloat16(), natural_rule(self.record))
         if values is Values.NAN_SELECTED:
             self.plant_nan(segments, tokens)
-        return segments, q
+        return _Contents(segments)
 
-    def ramp(self, x: Tensor, q: Tensor, tokens: Tensor, ids: Tensor) -> None:
-        """Make the logit follow the column: one dim holds the step, which is exact where the dim is not quantised."""
-        dim = self.record.d_qk - 1
+    def ramp(self, x: Tensor, tokens: Tensor, ids: Tensor) -> None:
+        """Make the logit follow the column: one dim holds the step, as nearly as the format can."""
         row = ids[0, 0]
         steps = torch.arange(row.numel(), device=self.device) // _RAMP_COLUMNS
         if self.case.values is Values.RAMP_DOWN:
             steps = steps.max() - steps
         step_of = torch.zeros(self.pages * self.case.page_size, device=self.device)
         step_of[row[row >= 0]] = steps[row >= 0].float()
-        x[:, dim] = step_of[tokens]
-        q[..., dim] = _RAMP_LOG2 * math.log(2) / self.sm_scale
+        x[:, self.record.d_qk - 1] = step_of[tokens]
 
-    def coded_contents(self, count: int) -> tuple[dict[str, Tensor], Tensor]:
-        """Tokens given by codes and scales rather than by rows, and a q that keeps the logits' deviation near 2."""
+    def coded_contents(self, count: int) -> _Contents:
+        """Tokens given by codes and scales rather than by rows."""
         record, subnormal = self.record, self.case.values is Values.SUBNORMAL
         d_qk, groups = record.d_qk, record.scale_groups or record.d_v // 128
         group_dims = record.scale_group_dims or 128
@@ -234,18 +298,17 @@ class _Draw:
             part = dims[:, segment.first_dim : segment.first_dim + segment.count]
             segments[segment.name] = encode(segment.element, part)
         typical = magnitude.square().mean(0).sqrt().repeat_interleave(group_dims) * code_rms
-        typical = torch.cat((typical, torch.full((plain.shape[1],), 0.3, device=self.device)))
-        return segments, self.queries() * (2.0 / (self.sm_scale * math.sqrt(d_qk))) / typical.clamp_min(1e-30)
+        return _Contents(segments, torch.cat((typical, torch.full((plain.shape[1],), 0.3, device=self.device))))
 
     def codes(self, count: int, dims: int, subnormal: bool) -> Tensor:
-        """fp32 values that e4m3 holds exactly: any of them, or only subnormal ones."""
-        if subnormal:
-            codes = self.integers(1, 8, count, dims) + 128 * self.integers(0, 2, count, dims)
-        else:
-            codes = self.integers(0, 256, count, dims)
-            codes = codes.masked_fill(codes % 128 == 127, 1)
-        table = torch.tensor([0.0 if c % 128 == 127 else E4M3.decode(c) for c in range(256)], device=self.device)
-        return table[codes]
+        """fp32 values of the format's codes (of e4m3 where values are plain): any of them, or only subnormals."""
+        values = self.record.segment("values").element
+        element = values if values.bits <= 8 else E4M3
+        numbers = [element.decode(code) for code in range(1 << element.bits)]
+        smallest_normal = 2.0 ** (1 - element.bias)
+        usable = [x for x in numbers if math.isfinite(x) and (not subnormal or 0 < abs(x) < smallest_normal)]
+        table = torch.tensor(usable, device=self.device)
+        return table[self.integers(0, len(usable), count, dims)]
 
     def magnitudes(self, count: int, groups: int) -> Tensor:
         """fp32 scales [count, groups]; powers of two where the format has no others."""
@@ -255,7 +318,9 @@ class _Draw:
         exponents = self.uniform(count, groups) * 6 - 4
         only_powers = self.record.scale_kind in (ScaleKind.FP32_POW2, ScaleKind.UE8M0)
         arbitrary = power_of_two(exponents.floor()) if only_powers else exponents.exp2()
-        if self.case.values is Values.SUBNORMAL or self.record.scale_kind is ScaleKind.E4M3:
+        if self.record.scale_kind is ScaleKind.E4M3:
+            return self.small_float_magnitudes(kinds, arbitrary)
+        if self.case.values is Values.SUBNORMAL:
             return arbitrary
         fixed = torch.tensor((2.0**-13, 2.0**7), device=self.device)
         return torch.where(kinds == 2, arbitrary, fixed[kinds.clamp(max=1)])
@@ -268,7 +333,16 @@ class _Draw:
             element = self.record.segment(name).element
             # All ones is NaN in every element type but FP4, and 0x7F too in e4m3.
             width = max(1, element.bits // 8)
-            segments[name][place, :width] = 0x7F if element is E4M3 else 0xFF
+            if element.nan_rule is not NanRule.NONE:
+                segments[name][place, :width] = 0x7F if element is E4M3 else 0xFF
+
+    def small_float_magnitudes(self, kinds: Tensor, arbitrary: Tensor) -> Tensor:
+        """Scales that e4m3 holds exactly, subnormal ones and the largest among them."""
+        element = self.record.segment("scales").element
+        table = torch.tensor([element.decode(code) for code in range(1, 0x7F)], device=self.device)
+        any_code = table[self.integers(0, table.numel(), *kinds.shape)]
+        rounded = table[(arbitrary.unsqueeze(2) - table).abs().argmin(2)]
+        return torch.where(kinds == 2, rounded, any_code)
 
     # ---- where they lie ---------------------------------------------------------------------------------------------
 

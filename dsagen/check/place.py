@@ -95,7 +95,9 @@ def _decode_size(spec: DeploymentSpec, case: DecodeCase) -> tuple[str, int, int,
     record = spec.kv_format
     pool_bytes = case.batch * (case.kv_tokens + case.page_size) * record.record_bytes
     query_bytes = case.rows * spec.heads * _BF16_BYTES * record.d_qk
-    size = case.rows * case.topk * spec.heads * calls
+    if case.extra is not None and spec.extra_kv_format is not None:
+        pool_bytes += case.batch * (case.extra.kv_tokens + case.extra.page_size) * spec.extra_kv_format.record_bytes
+    size = case.rows * (case.topk + case.extra_topk) * spec.heads * calls
     return "index columns x heads", size, MOST_COLUMN_HEADS, pool_bytes + query_bytes
 
 

@@ -15,7 +15,7 @@ from dsagen.check.compare import DecodeComparison, Gates, compare_decode
 from dsagen.check.inputs import DecodeInputs, make_inputs
 from dsagen.check.outputs import DecodeOutputs, GuardedTensor
 from dsagen.errors import DsagenError
-from dsagen.families.sparse_decode.reference import DecodeReference, sparse_decode_reference
+from dsagen.families.sparse_decode.reference import DecodeReference, Source, sparse_decode_reference
 from dsagen.spec import DeploymentSpec
 
 _REPLAYS = 3
@@ -36,9 +36,11 @@ class DecodeKernels(Protocol):
     @property
     def spec(self) -> DeploymentSpec: ...  # noqa: D102
     def prepare(self) -> None: ...  # noqa: D102
-    def sparse_decode_workspace_bytes(self, batch: int, s_q: int, topk: int, *, num_splits: int | None) -> int: ...  # noqa: D102
+    def sparse_decode_workspace_bytes(  # noqa: D102
+        self, batch: int, s_q: int, topk: int, *, extra_topk: int, num_splits: int | None
+    ) -> int: ...
     def plan_sparse_decode(  # noqa: D102
-        self, batch: int, s_q: int, topk: int, *, num_splits: int | None, workspace: Tensor | None
+        self, batch: int, s_q: int, topk: int, *, extra_topk: int, num_splits: int | None, workspace: Tensor | None
     ) -> Any: ...
     def sparse_decode(  # noqa: D102
         self,
@@ -52,6 +54,7 @@ class DecodeKernels(Protocol):
         softmax_scale: float,
         out: Tensor,
         lse: Tensor,
+        **caches: Tensor | None,
     ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -67,17 +70,18 @@ class Call:
     def of(cls, kernels: DecodeKernels, case: DecodeCase, device: torch.device, batch: int | None = None) -> Call:
         """A plan for the case's shape, or for another batch."""
         shape = (case.batch if batch is None else batch, case.s_q, case.topk)
-        size_bytes = kernels.sparse_decode_workspace_bytes(*shape, num_splits=case.num_splits)
+        wanted: dict[str, Any] = {"extra_topk": case.extra_topk, "num_splits": case.num_splits}
+        size_bytes = kernels.sparse_decode_workspace_bytes(*shape, **wanted)
         workspace = GuardedTensor.workspace(size_bytes, device) if size_bytes else None
         given = None if workspace is None else workspace.view
-        plan = kernels.plan_sparse_decode(*shape, num_splits=case.num_splits, workspace=given)
+        plan = kernels.plan_sparse_decode(*shape, **wanted, workspace=given)
         return cls(kernels, plan, workspace)
 
     def __call__(self, inputs: DecodeInputs, outputs: DecodeOutputs) -> None:
         """Run the op on the current stream."""
         out, lse = self.kernels.sparse_decode(
             inputs.q,
-            next(iter(inputs.caches.values())),
+            cache_arguments(inputs.sources[0])["k_cache"],
             inputs.indices,
             plan=self.plan,
             topk_length=inputs.topk_length,
@@ -85,6 +89,7 @@ class Call:
             softmax_scale=inputs.sm_scale,
             out=outputs.out.view,
             lse=outputs.lse,
+            **other_arguments(inputs),
         )
         if out.data_ptr() != outputs.out.view.data_ptr() or lse.data_ptr() != outputs.lse.data_ptr():
             raise WrongResultError("the op did not return the outputs that it was given")
@@ -116,7 +121,8 @@ class CaseRun:
         """The inputs of the case, or others of the same shapes."""
         generator = torch.Generator(self.device)
         generator.manual_seed(zlib.crc32(f"{self.seed} {self.case.name} {variation}".encode()))
-        return make_inputs(self.case, kernels.spec.kv_format, kernels.spec.heads, self.device, generator)
+        spec = kernels.spec
+        return make_inputs(self.case, spec.kv_format, spec.heads, self.device, generator, spec.extra_kv_format)
 
     def outputs(self, kernels: DecodeKernels, batch: int | None = None) -> DecodeOutputs:
         """Fresh poisoned outputs."""
@@ -146,12 +152,32 @@ class CaseRun:
         outputs_bytes = case.rows * spec.heads * 2 * (3 * spec.dims.d_v + 3 * record.d_qk)
         partial_bytes = case.rows * spec.heads * 4 * spec.dims.d_v * (case.num_splits or 1)
         pool_bytes = case.batch * (case.kv_tokens + case.page_size) * record.record_bytes
+        if case.extra is not None and spec.extra_kv_format is not None:
+            tokens = case.extra.kv_tokens + case.extra.page_size
+            pool_bytes += case.batch * tokens * spec.extra_kv_format.record_bytes
         needed_bytes = outputs_bytes + partial_bytes + 2 * pool_bytes + (8 << 30)
         torch.cuda.empty_cache() if needed_bytes > 32 << 30 else None
         free_bytes = torch.cuda.mem_get_info(self.device)[0]
         free_bytes += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         if needed_bytes > free_bytes:
             raise NotRunError(f"needs about {needed_bytes >> 30} GiB, the device has {free_bytes >> 30} GiB free")
+
+
+def cache_arguments(source: Source, prefix: str = "") -> dict[str, Tensor]:
+    """A cache's tensors under the names of their arguments."""
+    assert isinstance(source.caches, Mapping)
+    rows, *rope = (source.caches[tensor.name] for tensor in source.record.tensors)
+    return {f"{prefix}{name}": tensor for name, tensor in zip(("k_cache", "kpe_cache"), (rows, *rope), strict=False)}
+
+
+def other_arguments(inputs: DecodeInputs) -> dict[str, Tensor | None]:
+    """The arguments of a call that not every format and spec has."""
+    main, *extra = inputs.sources
+    found: dict[str, Tensor | None] = {k: v for k, v in cache_arguments(main).items() if k != "k_cache"}
+    for source in extra:
+        found |= cache_arguments(source, "extra_")
+        found |= {"extra_indices": source.indices, "extra_topk_length": source.topk_length}
+    return found
 
 
 def gates_for(values: Values, peak: float) -> Gates:
@@ -174,6 +200,7 @@ def reference_of(spec: DeploymentSpec, inputs: DecodeInputs, rows: Tensor | None
         lse_base=spec.lse.base,
         empty_lse=float(spec.lse.empty),
         rows=rows,
+        extra=inputs.extra,
     )
 
 
@@ -210,19 +237,7 @@ def _batch_invariant(run: CaseRun, kernels: DecodeKernels) -> DecodeComparison:
         for first in range(0, case.batch - size + 1, size):
             part = slice(first, first + size)
             alone = run.outputs(kernels, batch=size)
-            length = None if inputs.topk_length is None else inputs.topk_length[part]
-            call(
-                DecodeInputs(
-                    inputs.record,
-                    inputs.q[part],
-                    inputs.caches,
-                    inputs.indices[part],
-                    length,
-                    inputs.attn_sink,
-                    inputs.sm_scale,
-                ),
-                alone,
-            )
+            call(inputs.part(part), alone)
             what = f"requests {first}..{first + size - 1} in a batch of {size} instead of {case.batch}"
             _require_same_bits((out_bits[part], lse_bits[part]), alone.bits(), what)
     return comparison

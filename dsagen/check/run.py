@@ -29,7 +29,7 @@ from dsagen.check.report import CaseResult, CheckReport
 from dsagen.check.topk_calls import TopkKernels, offered_modes
 from dsagen.check.topk_cases import MOST_SLOTS, TopkCase, topk_cases
 from dsagen.check.topk_run import TopkRun
-from dsagen.dtype import E4M3
+from dsagen.dtype import E4M3, UE4M3
 from dsagen.emulator import DEVICE as EMULATOR
 from dsagen.errors import DeviceError, DsagenError, EmulatorLimitError, KnobError, SpecError
 from dsagen.matrix import expand
@@ -66,10 +66,14 @@ class KernelCache:
             return self._for_caches()
         base, empty = case.lse or (self.spec.lse.base, self.spec.lse.empty)
         determinism = "batch_invariant" if case.probe is Probe.BATCH_INVARIANT else self.spec.determinism
-        topk = max(self.spec.topk, case.topk)
-        key = (topk, f"{base} {empty}", determinism)
+        topk, extra = max(self.spec.topk, case.topk), self.spec.extra_kv
+        extra_topk = max(self.spec.extra_topk, case.extra_topk)
+        key = (topk, f"{extra_topk} {base} {empty}", determinism)
         if key not in self._loaded:
-            spec = self.spec.replace(topk=topk, lse={"base": base, "empty": empty}, determinism=determinism)
+            other = "none" if extra is None else {**extra.model_dump(), "topk": extra_topk}
+            spec = self.spec.replace(
+                topk=topk, extra_kv=other, lse={"base": base, "empty": empty}, determinism=determinism
+            )
             self._loaded[key] = self.load(spec, device=self.device)
         return self._loaded[key]
 
@@ -245,8 +249,11 @@ def cases_of(spec: DeploymentSpec, arch: str, tier: Tier, only: str | None = Non
 def _decode_cases(spec: DeploymentSpec, main: KernelPlan, arch: str, tier: Tier) -> tuple[DecodeCase, ...]:
     record = spec.kv_format
     # Without a conversion instruction e4m3 codes are shifted into place, and code 0x7F reads as 480.
-    keeps_nan = arch_row(arch).has_e4m3_cvt or record.segment("values").element is not E4M3
-    return decode_cases(tier, main.constant("kTileTokens"), record.record_bytes, keeps_nan)
+    shifted = (E4M3, UE4M3)
+    elements = {s.element for fmt in (record, spec.extra_kv_format) if fmt for s in fmt.segments}
+    keeps_nan = arch_row(arch).has_e4m3_cvt or not elements.intersection(shifted)
+    two_caches = spec.extra_kv_format is not None
+    return decode_cases(tier, main.constant("kTileTokens"), record.record_bytes, keeps_nan, two_caches)
 
 
 def main_plan(plans: Sequence[KernelPlan]) -> KernelPlan:

@@ -114,15 +114,14 @@ def _decode_lines(selection: Selection, batch: int, s_q: int, topk: int | None, 
     from dsagen.families.sparse_decode.op import DecodeShape
 
     spec = selection.spec
-    shape = DecodeShape(batch, s_q, spec.heads, topk or spec.topk)
+    shape = DecodeShape(batch, s_q, spec.heads, topk or spec.topk, spec.extra_topk)
     lines: list[str] = []
     for name in _archs_of(selection, "sparse_decode"):
         title, count = _multiprocessors(selection, name, sms)
         lines.append(title)
         if count is not None:
-            judged = candidates(
-                _main_plans(selection, "sparse_decode", name), shape, spec.topk, count, spec.determinism
-            )
+            plans, capacities = _main_plans(selection, "sparse_decode", name), (spec.topk, spec.extra_topk)
+            judged = candidates(plans, shape, capacities, count, spec.determinism)
             lines.append(explain_choice(judged, shape))
     return lines
 

@@ -10,7 +10,7 @@ import click
 
 from dsagen.cli.selection import describe_spec, json_option, quiet_option, select, specs_argument
 from dsagen.cli.table import aligned, echo_json, echo_lines
-from dsagen.errors import SpecError
+from dsagen.errors import CheckFailed, SpecError
 
 if TYPE_CHECKING:
     from dsagen.bench.axes import SweepAxes
@@ -104,7 +104,10 @@ def _bench(
     from dsagen.bench.sweep import current_device_name, run_sweep
 
     records = last_times_us(current_device_name(), record)
-    figures = run_sweep(specs, with_peers=peers, records=records, progress=_progress(quiet), axes=axes)
+    wrong: list[str] = []
+    figures = run_sweep(
+        specs, with_peers=peers, records=records, progress=_progress(quiet), wrong=wrong.append, axes=axes
+    )
     files: set[Path] = set()
     for spec in specs:
         own = [found for found in figures if found.spec == spec.name]
@@ -119,6 +122,8 @@ def _bench(
     else:
         echo_lines([*slower, f"recorded in {', '.join(sorted(map(str, files)))}"])
     _draw(plain, plot)
+    if wrong:
+        raise CheckFailed("\n  ".join((f"{len(wrong)} cases gave wrong outputs:", *wrong)))
 
 
 def _show_recorded(specs: Sequence[DeploymentSpec], plot: Path | None, record: Path | None, as_json: bool) -> None:

@@ -14,9 +14,8 @@ import torch
 from dsagen import knobs
 from dsagen.arch import arch as arch_row
 from dsagen.build.bundle import is_bundle, read_bundle
-from dsagen.errors import DeviceError, DsagenError, FrozenError, GuardError, SpecError, StoreError
-from dsagen.families.sparse_decode.choice import Candidate, candidates, choose, explain_choice
-from dsagen.families.sparse_decode.op import WORKSPACE_ALIGNMENT_BYTES, DecodeShape
+from dsagen.errors import DeviceError, DsagenError, GuardError, SpecError, StoreError
+from dsagen.families.sparse_decode.choice import explain_choice
 from dsagen.families.topk.op import TopkShape, explain_call
 from dsagen.family import family_of_op
 from dsagen.guard import require_int
@@ -24,9 +23,9 @@ from dsagen.log import configure_library_logging
 from dsagen.matrix import expand
 from dsagen.plan import KernelPlan
 from dsagen.runtime import torch_ops as torch_ops  # defines the ops
-from dsagen.runtime import traced
 from dsagen.runtime.bundled import BundledCode
 from dsagen.runtime.cache_ops import CacheOps
+from dsagen.runtime.decode_ops import DecodeOps
 from dsagen.runtime.device_kernels import DeviceKernels
 from dsagen.runtime.driver import CudaDriver, Driver
 from dsagen.runtime.emulated import DEVICE as EMULATOR
@@ -40,11 +39,7 @@ from dsagen.runtime.plan_cache import PlanCache, PlanKey
 from dsagen.runtime.sparse_decode import (
     OP,
     DecodeBinder,
-    DecodeTensors,
     SparseDecodePlan,
-    check_index_values,
-    make_outputs,
-    require_scale,
 )
 from dsagen.runtime.topk import FORM as TOPK_FORM
 from dsagen.runtime.topk import OP as TOPK_OP
@@ -116,7 +111,7 @@ def _load_bundle(
     return Kernels(chosen.spec, device=device, archs=archs or chosen.archs, read=BundledCode.of(bundle, chosen.kernels))
 
 
-class Kernels(CacheOps, TopkOps):
+class Kernels(CacheOps, DecodeOps, TopkOps):
     """Kernels of one deployment, made by `dsagen.load`. Safe to use from several threads.
 
     `open_driver` and `read` are what a test replaces: the driver, and where cubins come from.
@@ -190,11 +185,14 @@ class Kernels(CacheOps, TopkOps):
         batch: int,
         s_q: int = 1,
         topk: int | None = None,
+        extra_topk: int | None = None,
         num_splits: int | None = None,
         width: int | None = None,
         device: Device | None = None,
     ) -> str:
         """Which kernel a call of that shape takes and why: guards of each candidate, partition, workspace.
+
+        Of sparse decode, `topk` and `extra_topk` are the capacities of the spec unless given.
 
         A call of topk has batch x s_q rows of `width` scores and `topk` slots in each, one of kv_cache batch x s_q
         rows; they have no splits.
@@ -215,224 +213,14 @@ class Kernels(CacheOps, TopkOps):
             wanted = TopkShape(rows, require_int("width", width), slots, capacity)
             plans = {role: plans for (name, role), plans in kernels.by_role.items() if name == TOPK_OP}
             return f"{head}\n{explain_call(plans, wanted, facts.sm_count)}"
-        shape = self._shape(batch, s_q, self.spec.topk if topk is None else topk)
+        if extra_topk is None:
+            extra_topk = self.spec.extra_topk
+        shape = self._shape(batch, s_q, self.spec.topk if topk is None else topk, extra_topk)
         judged = self._judge(kernels, shape, num_splits)
         combine = next(
             (f"combine: {kernels.combine.slug}" for c in judged if not c.refusals and c.partition.combine_ctas), ""
         )
         return "\n".join(filter(None, (head, explain_choice(judged, shape), combine)))
-
-    def sparse_decode_workspace_bytes(
-        self, batch: int, s_q: int, topk: int, *, num_splits: int | None = None, device: Device | None = None
-    ) -> int:
-        """Bytes of the workspace that a plan of that shape needs; 0 where rows are not split. Allocates nothing."""
-        self._require_op(OP)
-        kernels = self._on(self._ordinal(device))
-        return choose(self._judge(kernels, self._shape(batch, s_q, topk), num_splits)).partition.workspace_bytes
-
-    def plan_sparse_decode(
-        self,
-        batch: int,
-        s_q: int,
-        topk: int,
-        *,
-        num_splits: int | None = None,
-        workspace: torch.Tensor | None = None,
-        device: Device | None = None,
-    ) -> SparseDecodePlan:
-        """A plan for calls with q [batch, s_q, heads, d_qk] and indices [batch, s_q, topk].
-
-        `num_splits` overrides the spec's mode. `workspace` is uint8 memory of at least `sparse_decode_workspace_bytes`,
-        which must serve no other plan at the same time; without it the plan allocates its own. Loads kernels that are
-        not loaded yet. FrozenError during graph capture.
-        """
-        self._require_op(OP)
-        kernels = self._on(self._ordinal(device))
-        if self._driver.is_capturing(kernels.ordinal):
-            raise FrozenError(
-                f"sparse_decode: no plan for batch {batch}, s_q {s_q}, topk {topk} exists, and making one during CUDA "
-                "graph capture is not possible: call plan_sparse_decode before the capture and pass its plan"
-            )
-        return self._make_plan(kernels, self._shape(batch, s_q, topk), num_splits, workspace)
-
-    def _make_plan(
-        self, kernels: DeviceKernels, shape: DecodeShape, num_splits: int | None, workspace: torch.Tensor | None
-    ) -> SparseDecodePlan:
-        chosen = choose(self._judge(kernels, shape, num_splits))
-        main = self._loader.load(chosen.plan, kernels.ordinal)
-        combine = self._loader.load(kernels.combine, kernels.ordinal) if chosen.partition.combine_ctas else None
-        return SparseDecodePlan(
-            self.spec,
-            self._driver,
-            (shape.batch, shape.s_q, shape.topk),
-            chosen.partition,
-            main,
-            combine,
-            workspace,
-            self._debug_sync,
-            self._poisons,
-        )
-
-    def sparse_decode(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        indices: torch.Tensor,
-        *,
-        plan: SparseDecodePlan | None = None,
-        topk_length: torch.Tensor | None = None,
-        attn_sink: torch.Tensor | None = None,
-        softmax_scale: float | None = None,
-        out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention of each query token over the cache rows that its index list names, on the current stream.
-
-        - q: bf16 [batch, s_q, heads, d_qk], last dim contiguous
-        - k_cache: [pages, page_size, 1, columns] of the spec's KV format; pages may lie apart by any multiple of 16
-        bytes
-        - indices: int32 [batch, s_q, topk], page x page_size + slot; negative: no token. Ids at or past the pool are
-          masked; with DSAGEN_CHECK_INDICES they are an error, at the price of waiting for the device
-        - topk_length: int32 [batch] or [batch, s_q], live columns of each row; bounded to 0..topk (checked likewise)
-        - attn_sink: fp32 [heads], natural-log logits of a sink without value
-        - softmax_scale: the model's by default
-        - out, lse: destinations, allocated where not given
-
-        Returns out bf16 [batch, s_q, heads, d_v] and lse fp32 [batch, heads, s_q] in the spec's base, without the
-        sink. A row without tokens gives 0 and the spec's empty lse. Calls without `plan` share plans per shape and
-        stream; during CUDA graph capture they need one from an earlier call of that shape on that stream, so better
-        pass one. Raises GuardError for tensors that do not fit, FrozenError for what would have to be made during
-        capture, DeviceError when the driver refuses.
-        """
-        if torch.compiler.is_compiling():
-            options = {"topk_length": topk_length, "attn_sink": attn_sink, "softmax_scale": softmax_scale}
-            d_v = self.spec.dims.d_v
-            return traced.sparse_decode(self.handle, plan, (q, k_cache, indices), out, lse, d_v, **options)
-        # What `_repeat_decode` does, without a detour for the call that matters most.
-        if (
-            out is not None
-            and lse is not None
-            and type(plan) is SparseDecodePlan
-            and plan.spec is self.spec
-            and not self._checks_values
-            and plan.repeat(q, k_cache, indices, topk_length, attn_sink, out, lse, softmax_scale)
-        ):
-            return out, lse
-        tensors = DecodeTensors(q, k_cache, indices, topk_length, attn_sink, out, lse)
-        if plan is None:
-            return self.decode_with_shared_plan(tensors, softmax_scale)
-        return self._repeat_decode(tensors, plan, softmax_scale) or self._decode(tensors, plan, softmax_scale)
-
-    def decode_with_shared_plan(
-        self,
-        tensors: DecodeTensors,
-        softmax_scale: float | None,
-        num_splits: int | None = None,
-        *,
-        may_plan_in_capture: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As sparse_decode with the plan that calls of this shape and split count share on the current stream.
-
-        With `may_plan_in_capture` a captured call that finds none has one of its own, in memory of the graph's pool.
-        """
-        plan = self._known_plan(tensors, num_splits)
-        found = None if plan is None else self._repeat_decode(tensors, plan, softmax_scale)
-        return found or self._decode(tensors, None, softmax_scale, num_splits, may_plan_in_capture)
-
-    def _repeat_decode(
-        self, tensors: DecodeTensors, plan: SparseDecodePlan, softmax_scale: float | None
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Launch a call again that is like one that the plan has launched; None where there is none."""
-        if type(plan) is not SparseDecodePlan or plan.spec is not self.spec or self._checks_values:
-            return None
-        q, k_cache, indices, topk_length, attn_sink, out, lse = tensors
-        if out is None or lse is None:
-            made = plan.new_outputs()
-            out, lse = made[0] if out is None else out, made[1] if lse is None else lse
-        if plan.repeat(q, k_cache, indices, topk_length, attn_sink, out, lse, softmax_scale):
-            return out, lse
-        return None
-
-    def _known_plan(self, tensors: DecodeTensors, num_splits: int | None) -> SparseDecodePlan | None:
-        """The plan that a call without one has, if there is one already: nothing is checked yet."""
-        try:
-            batch, s_q, topk = tensors.indices.shape
-            ordinal = self._driver.ordinal(tensors.indices.device)
-        except (AttributeError, ValueError):
-            return None
-        if ordinal is None:
-            return None
-        # A PlanKey's fields: making one would cost as much as the rest.
-        key = (batch, s_q, topk, ordinal, self._driver.current_stream(ordinal), num_splits)
-        with self._lock:
-            plan = self._plans.get(key)  # type: ignore[arg-type]
-            if plan is not None and self._driver.is_capturing(ordinal):
-                self._plans.pin(PlanKey(*key))
-            return plan
-
-    def _decode(
-        self,
-        tensors: DecodeTensors,
-        plan: SparseDecodePlan | None,
-        softmax_scale: float | None,
-        num_splits: int | None = None,
-        may_plan_in_capture: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A call that has to be checked first."""
-        self._require_op(OP)
-        binding = self._binder.bind(tensors)
-        if softmax_scale is not None:
-            require_scale(softmax_scale)
-        ordinal = self._driver.ordinal(binding.device)
-        assert ordinal is not None
-        stream = self._driver.current_stream(ordinal)
-        if plan is None:
-            if binding.batch * binding.s_q == 0:
-                return _results(make_outputs(tensors, self.spec.dims.d_v))
-            plan = self._shared_plan(
-                may_plan_in_capture, PlanKey(binding.batch, binding.s_q, binding.topk, ordinal, stream, num_splits)
-            )
-        else:
-            self._require_own(plan)
-            plan.require_shape(binding)
-            plan.require_apart(tensors, binding)
-        rows = binding.batch * binding.s_q
-        if self._checks_values and rows:
-            self._check_values(tensors, ordinal)
-        bound = make_outputs(tensors, self.spec.dims.d_v)
-        if rows:
-            plan.launch(binding.arguments, bound, softmax_scale, stream)
-        return _results(bound)
-
-    def _shared_plan(self, may_plan_in_capture: bool, key: PlanKey) -> SparseDecodePlan:
-        with self._lock:
-            plan = self._plans.get(key)
-            if plan is not None:
-                if self._driver.is_capturing(key.ordinal):
-                    self._plans.pin(key)
-            elif may_plan_in_capture and self._driver.is_capturing(key.ordinal):
-                plan = self._plan_in_capture(key)
-            else:
-                plan = self.plan_sparse_decode(
-                    key.batch, key.s_q, key.topk, num_splits=key.num_splits, device=key.ordinal
-                )
-                self._plans.add(key, plan)
-            return plan
-
-    def _plan_in_capture(self, key: PlanKey) -> SparseDecodePlan:
-        """A plan for one call of a graph. What comes after it in the graph may have its memory again."""
-        shape, device = (key.batch, key.s_q, key.topk), self._driver.torch_device(key.ordinal)
-        size = self.sparse_decode_workspace_bytes(*shape, num_splits=key.num_splits, device=device)
-        workspace = None
-        if size:
-            memory = torch.empty(size + WORKSPACE_ALIGNMENT_BYTES, dtype=torch.uint8, device=device)
-            first = -memory.data_ptr() % WORKSPACE_ALIGNMENT_BYTES
-            workspace = memory[first : first + size]
-        return self._make_plan(self._on(key.ordinal), self._shape(*shape), key.num_splits, workspace)
-
-    def _check_values(self, tensors: DecodeTensors, ordinal: int) -> None:
-        self._refuse_capture(ordinal)
-        check_index_values(tensors)
 
     def _refuse_capture(self, ordinal: int) -> None:
         if self._driver.is_capturing(ordinal):
@@ -441,23 +229,11 @@ class Kernels(CacheOps, TopkOps):
                 "unset it"
             )
 
-    def _require_own(self, plan: SparseDecodePlan) -> None:
-        if not isinstance(plan, SparseDecodePlan) or plan.spec is not self.spec:
-            raise GuardError("[T-09] plan: was not made by these kernels: pass what their plan_sparse_decode returned")
-
     def _require_op(self, op: str) -> None:
         if op not in self.spec.ops:
             raise GuardError(
                 f"[T-11] {op}: the spec {self.spec.name} declares ops {', '.join(self.spec.ops)}: add it there"
             )
-
-    def _shape(self, batch: int, s_q: int, topk: int) -> DecodeShape:
-        return DecodeShape(batch, s_q, self.spec.heads, topk)
-
-    def _judge(self, kernels: DeviceKernels, shape: DecodeShape, num_splits: int | None) -> tuple[Candidate, ...]:
-        spec = self.spec
-        sm_count = kernels.facts.sm_count
-        return candidates(kernels.mains, shape, spec.topk, sm_count, spec.determinism, num_splits)
 
     def _on(self, ordinal: int) -> DeviceKernels:
         """The deployment's kernels for a device; DeviceError when its arch is not among them."""
@@ -491,8 +267,3 @@ class Kernels(CacheOps, TopkOps):
         if named.type == "cuda" and named.index is None:
             return self._driver.current_device()
         return self._driver.ordinal(named)
-
-
-def _results(tensors: DecodeTensors) -> tuple[torch.Tensor, torch.Tensor]:
-    assert tensors.out is not None and tensors.lse is not None
-    return tensors.out, tensors.lse

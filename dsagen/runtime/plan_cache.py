@@ -16,6 +16,7 @@ class PlanKey(NamedTuple):
     batch: int
     s_q: int
     topk: int
+    extra_topk: int
     ordinal: int
     stream: int
     num_splits: int | None = None

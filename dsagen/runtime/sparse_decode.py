@@ -10,13 +10,16 @@ from typing import Any, NamedTuple, NoReturn, SupportsIndex
 
 import torch
 
-from dsagen.division import page_divisor
 from dsagen.errors import DeviceError, DsagenError, GuardError
 from dsagen.families.sparse_decode.choice import TENSOR_GUARDS
 from dsagen.families.sparse_decode.guards import INDEX_GUARD, LENGTH_GUARD, WORKSPACE_GUARD
 from dsagen.families.sparse_decode.op import WORKSPACE_ALIGNMENT_BYTES, DecodePartition
+from dsagen.families.sparse_decode.rows import part_segments
 from dsagen.guard import check
+from dsagen.kv_format import KvFormat
 from dsagen.runtime.blocks import Number
+from dsagen.runtime.decode_caches import no_pool_arguments, pool_addresses, pool_arguments
+from dsagen.runtime.decode_outputs import new_outputs, output_strides
 from dsagen.runtime.driver import Driver, Operands
 from dsagen.runtime.launch import CallForm, OpLaunches, Step
 from dsagen.runtime.loader import LoadedKernel
@@ -54,6 +57,11 @@ class DecodeTensors(NamedTuple):
     attn_sink: torch.Tensor | None = None
     out: torch.Tensor | None = None
     lse: torch.Tensor | None = None
+    kpe_cache: torch.Tensor | None = None
+    extra_k_cache: torch.Tensor | None = None
+    extra_indices: torch.Tensor | None = None
+    extra_topk_length: torch.Tensor | None = None
+    extra_kpe_cache: torch.Tensor | None = None
 
     def given(self) -> list[tuple[str, Any]]:
         """Name and tensor of those that the call brings; q, k_cache and indices always."""
@@ -62,14 +70,13 @@ class DecodeTensors(NamedTuple):
 
 
 # Pointers of the argument blocks, and the tensors that they lead into.
-_ADDRESSES = {
-    "q": "q",
+_ADDRESSES: Mapping[str, str | tuple[str, ...]] = {
+    **{name: name for name in ("q", "indices", "topk_length", "attn_sink", "out", "lse")},
+    **{name: name for name in ("extra_indices", "extra_topk_length")},
     "kv": "k_cache",
-    "indices": "indices",
-    "topk_length": "topk_length",
-    "attn_sink": "attn_sink",
-    "out": "out",
-    "lse": "lse",
+    "kv_part": ("kpe_cache", "k_cache"),
+    "extra_kv": "extra_k_cache",
+    "extra_kv_part": ("extra_kpe_cache", "extra_k_cache"),
 }
 # A call is its tensors and the softmax scale, as given.
 FORM = CallForm(OP, DecodeTensors._fields, _OUTPUTS, 1, _ADDRESSES, frozenset({"lse_accum", "o_accum"}))
@@ -85,6 +92,7 @@ class Binding:
     batch: int
     s_q: int
     topk: int
+    extra_topk: int
     device: torch.device
     span_bytes: Mapping[str, int]
     arguments: Mapping[str, Number]
@@ -95,6 +103,7 @@ class DecodeBinder:
 
     def __init__(self, spec: DeploymentSpec, driver: Driver) -> None:
         self._spec, self._driver, self._format = spec, driver, spec.kv_format
+        self._extra_format = spec.extra_kv_format
         self._bindings: dict[object, Binding] = {}
 
     def bind(self, tensors: DecodeTensors) -> Binding:
@@ -123,45 +132,57 @@ class DecodeBinder:
         for name, tensor in t.given():
             require_device(name, tensor, t.q.device, "q")
             require_memory(name, tensor)
-        spec, fmt, cache = self._spec, self._format, self._format.cache_tensor()
+        spec, fmt = self._spec, self._format
         require(TensorRule("q", ("bfloat16",), "[batch, s_q, heads, d_qk]", (None, None, None, fmt.d_qk)), t.q)
         batch, s_q, heads = (int(size) for size in t.q.shape[:3])
         require(TensorRule("indices", ("int32",), "[batch, s_q, topk]", (batch, s_q, None)), t.indices)
         topk = int(t.indices.shape[2])
-        columns = f"[pages, page_size, 1, columns of KV format {fmt.format_id}]"
-        require(TensorRule("k_cache", cache.dtypes, columns, (None, None, 1, cache.columns)), t.k_cache)
+        pool = pool_arguments("", fmt, t.k_cache, t.kpe_cache)
+        _require_length("topk_length", t.topk_length, batch, s_q)
+        extra = self._extra_arguments(t, batch, s_q)
         _require_optional(t, batch, s_q, heads, fmt.d_v)
 
-        arguments = {**_input_strides(t), **_output_strides(t, batch, s_q, heads, fmt.d_v), **self._pages(t.k_cache)}
+        lists = {**_query_strides(t), **_list_strides("", t.indices, t.topk_length)}
+        arguments = {**lists, **output_strides(t, batch, s_q, heads, fmt.d_v)}
         values = {
             **arguments,
             "heads": heads,
             "spec_heads": spec.heads,
-            "topk": topk,
-            "topk_capacity": spec.topk,
-            "io_row_stride_bytes": cache.io_stride_bytes,
-            "page_bytes": fmt.page_bytes(arguments["page_size"]),
             "q_address": t.q.data_ptr(),
-            "k_cache_address": t.k_cache.data_ptr(),
             "out_address": 0 if t.out is None else t.out.data_ptr(),
         }
         check(TENSOR_GUARDS, values)
-        multiplier, shift = page_divisor(arguments["page_size"])
-        shape = {"s_q": s_q, "heads": heads, "topk": topk, "page_multiplier": multiplier, "page_shift": shift}
+        shape = {"s_q": s_q, "heads": heads, "topk": topk}
         spans = {name: span_bytes(tensor) for name, tensor in t.given()}
-        return Binding(batch, s_q, topk, t.q.device, spans, {**spec_arguments(spec), **arguments, **shape})
+        fixed = {**spec_arguments(spec), **arguments, **pool, **extra, **shape}
+        return Binding(batch, s_q, topk, int(extra.get("extra_topk", 0)), t.q.device, spans, fixed)
 
-    def _pages(self, k_cache: torch.Tensor) -> dict[str, int]:
-        """Geometry of the pool. Strides of a single page, or of one-token pages, are what they would be."""
-        pages, page_size = int(k_cache.shape[0]), int(k_cache.shape[1])
-        page_stride_bytes, row_stride_bytes = (stride * k_cache.element_size() for stride in k_cache.stride()[:2])
+    def _extra_arguments(self, t: DecodeTensors, batch: int, s_q: int) -> dict[str, Number]:
+        """Arguments of the second cache; none for a spec without one."""
+        record, lists = self._extra_format, (t.extra_indices, t.extra_topk_length, t.extra_kpe_cache)
+        if record is None or t.extra_k_cache is None:
+            names = ("extra_k_cache", "extra_indices", "extra_topk_length", "extra_kpe_cache")
+            stray = next((n for n, x in zip(names, (t.extra_k_cache, *lists), strict=True) if x is not None), None)
+            if stray is not None:
+                why = "the spec declares no extra_kv" if record is None else "there is no extra_k_cache"
+                raise GuardError(f"[T-17] {stray}: {why}: leave it out, or pass a cache that the spec declares")
+            return {} if record is None else _no_extra(record)
+        if t.extra_indices is None:
+            raise GuardError("[T-17] extra_indices: missing beside extra_k_cache: pass both or neither")
+        rule = TensorRule("extra_indices", ("int32",), "[batch, s_q, extra_topk]", (batch, s_q, None))
+        require(rule, t.extra_indices)
+        _require_length("extra_topk_length", t.extra_topk_length, batch, s_q)
         return {
-            "pages": pages,
-            "page_size": page_size,
-            "pool_tokens": pages * page_size,
-            "page_stride_bytes": page_stride_bytes if pages > 1 else self._format.page_bytes(page_size),
-            "row_stride_bytes": row_stride_bytes if page_size > 1 else self._format.io_stride_bytes,
+            **pool_arguments("extra_", record, t.extra_k_cache, t.extra_kpe_cache),
+            **_list_strides("extra_", t.extra_indices, t.extra_topk_length),
+            "extra_topk": int(t.extra_indices.shape[2]),
         }
+
+
+def _no_extra(record: KvFormat) -> dict[str, Number]:
+    """Arguments of a second cache that a call leaves out."""
+    names = ("topk", "indices_stride_b", "indices_stride_s", "length_stride_b", "length_stride_s")
+    return {**no_pool_arguments("extra_", bool(part_segments(record))), **{f"extra_{name}": 0 for name in names}}
 
 
 class SparseDecodePlan:
@@ -176,7 +197,7 @@ class SparseDecodePlan:
         self,
         spec: DeploymentSpec,
         driver: Driver,
-        shape: tuple[int, int, int],
+        shape: tuple[int, int, int, int],
         partition: DecodePartition,
         main: LoadedKernel,
         combine: LoadedKernel | None,
@@ -185,7 +206,7 @@ class SparseDecodePlan:
         poisons: bool = False,
     ) -> None:
         self.spec = spec
-        self.batch, self.s_q, self.topk = shape
+        self.batch, self.s_q, self.topk, self.extra_topk = shape
         self.partition = partition
         self.device = driver.torch_device(main.ordinal)
         self._driver, self._main = driver, main
@@ -289,6 +310,7 @@ class SparseDecodePlan:
             ("batch", self.batch, binding.batch),
             ("s_q", self.s_q, binding.s_q),
             ("topk", self.topk, binding.topk),
+            ("extra_topk", self.extra_topk, binding.extra_topk),
             ("device", self.device, binding.device),
         ):
             if planned != found:
@@ -322,7 +344,7 @@ class SparseDecodePlan:
         GuardError for another stream than the plan's.
         """
         scale = self.spec.sm_scale if softmax_scale is None else require_scale(softmax_scale)
-        values = {**self._arguments, **bound, **call_arguments(tensors, scale)}
+        values = {**self._arguments, **bound, **call_arguments(self.spec, tensors, scale)}
         with self._lock:
             if stream != self._stream:
                 self._bind(stream)
@@ -344,31 +366,23 @@ class SparseDecodePlan:
         self._launches.hold_stream(stream)
 
 
-def make_outputs(t: DecodeTensors, d_v: int) -> DecodeTensors:
-    """The tensors with out and lse as given, or new: out bf16 [b, s_q, h, d_v], lse fp32 [b, h, s_q]."""
-    batch, s_q, heads = t.q.shape[:3]
-    out, lse = t.out, t.lse
-    if out is None or lse is None:
-        new_out, new_lse = new_outputs(batch, s_q, heads, d_v, t.q.device)
-        # A mode of torch that is active makes something else of it.
-        require_plain("out", new_out)
-        out, lse = new_out if out is None else out, new_lse if lse is None else lse
-    return t._replace(out=out, lse=lse)
+def call_arguments(spec: DeploymentSpec, t: DecodeTensors, softmax_scale: float) -> dict[str, Number]:
+    """The arguments that change from call to call: addresses and the scale. `t` has all outputs."""
+    names = ("q", "indices", "topk_length", "attn_sink", "out", "lse")
+    arguments: dict[str, Number] = {"scale_log2": softmax_scale * _LOG2_E}
+    arguments |= {name: _address(getattr(t, name)) for name in names}
+    arguments |= pool_addresses("", spec.kv_format, t.k_cache, t.kpe_cache)
+    extra = spec.extra_kv_format
+    if extra is not None:
+        arguments["extra_indices"] = _address(t.extra_indices)
+        arguments["extra_topk_length"] = _address(t.extra_topk_length)
+        if t.extra_k_cache is not None:
+            arguments |= pool_addresses("extra_", extra, t.extra_k_cache, t.extra_kpe_cache)
+    return arguments
 
 
-def new_outputs(batch: int, s_q: int, heads: int, d_v: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """New out bf16 [b, s_q, h, d_v], and lse fp32 [b, h, s_q] as a view of [b, s_q, h]."""
-    out = torch.empty((batch, s_q, heads, d_v), dtype=torch.bfloat16, device=device)
-    return out, torch.empty((batch, s_q, heads), dtype=torch.float32, device=device).transpose(1, 2)
-
-
-def call_arguments(t: DecodeTensors, softmax_scale: float) -> dict[str, Number]:
-    """The arguments that change from call to call: addresses and the scale."""
-    found: dict[str, Number] = {"scale_log2": softmax_scale * _LOG2_E}
-    for name, source in _ADDRESSES.items():
-        tensor = getattr(t, source)
-        found[name] = 0 if tensor is None else tensor.data_ptr()
-    return found
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def spec_arguments(spec: DeploymentSpec) -> dict[str, Number]:
@@ -393,31 +407,41 @@ def require_scale(softmax_scale: object) -> float:
 def check_index_values(t: DecodeTensors) -> None:
     """Refuse lengths outside 0 .. topk, and live ids at or past the pool. Waits for the device.
 
-    Negative ids are padding, and columns at or past topk_length are never read, so both may hold anything.
+    Negative ids are padding, and columns at or past a length are never read, so both may hold anything.
     """
-    topk = int(t.indices.shape[2])
-    live = torch.ones_like(t.indices, dtype=torch.bool)
-    if t.topk_length is not None:
-        bad = (t.topk_length < 0) | (t.topk_length > topk)
+    _check_list("", t.indices, t.topk_length, t.k_cache)
+    if t.extra_indices is not None and t.extra_k_cache is not None:
+        _check_list("extra_", t.extra_indices, t.extra_topk_length, t.extra_k_cache)
+
+
+def _check_list(prefix: str, indices: torch.Tensor, lengths: torch.Tensor | None, k_cache: torch.Tensor) -> None:
+    topk = int(indices.shape[2])
+    live = torch.ones_like(indices, dtype=torch.bool)
+    if lengths is not None:
+        bad = (lengths < 0) | (lengths > topk)
         if bool(bad.any()):
             place = tuple(bad.nonzero()[0].tolist())
-            values = {"length": int(t.topk_length[place]), "topk": topk}
-            check([LENGTH_GUARD], values, place=list(place), count=int(bad.sum()))
-        lengths = t.topk_length.reshape(t.indices.shape[0], -1, 1)
-        live = torch.arange(topk, device=t.indices.device) < lengths
-    pool_tokens = int(t.k_cache.shape[0] * t.k_cache.shape[1])
-    bad = (t.indices >= pool_tokens) & live
+            values = {"length": int(lengths[place]), "topk": topk}
+            name = f"{prefix}topk_length"
+            check([LENGTH_GUARD], values, name=name, place=list(place), count=int(bad.sum()))
+        live = torch.arange(topk, device=indices.device) < lengths.reshape(indices.shape[0], -1, 1)
+    pool_tokens = int(k_cache.shape[0] * k_cache.shape[1])
+    bad = (indices >= pool_tokens) & live
     if bool(bad.any()):
         place = tuple(bad.nonzero()[0].tolist())
-        values = {"token_id": int(t.indices[place]), "pool_tokens": pool_tokens}
-        check([INDEX_GUARD], values, place=list(place), count=int(bad.sum()))
+        values = {"token_id": int(indices[place]), "pool_tokens": pool_tokens}
+        names = {"name": f"{prefix}indices", "cache": f"{prefix}k_cache"}
+        check([INDEX_GUARD], values, place=list(place), count=int(bad.sum()), **names)
+
+
+def _require_length(name: str, lengths: torch.Tensor | None, batch: int, s_q: int) -> None:
+    if lengths is None:
+        return
+    shape, layout = ((batch, s_q), "[batch, s_q]") if lengths.dim() == 2 else ((batch,), "[batch] (or [batch, s_q])")
+    require(TensorRule(name, ("int32",), layout, shape, last_dim_contiguous=False), lengths)
 
 
 def _require_optional(t: DecodeTensors, batch: int, s_q: int, heads: int, d_v: int) -> None:
-    if t.topk_length is not None:
-        per_token = t.topk_length.dim() == 2
-        shape, layout = ((batch, s_q), "[batch, s_q]") if per_token else ((batch,), "[batch] (or [batch, s_q])")
-        require(TensorRule("topk_length", ("int32",), layout, shape, last_dim_contiguous=False), t.topk_length)
     if t.attn_sink is not None:
         require(TensorRule("attn_sink", ("float32",), "[heads]", (heads,)), t.attn_sink)
     if t.out is not None:
@@ -429,39 +453,16 @@ def _require_optional(t: DecodeTensors, batch: int, s_q: int, heads: int, d_v: i
         require_separate_elements("lse", t.lse)
 
 
-def _input_strides(t: DecodeTensors) -> dict[str, int]:
-    q, indices = free_strides(t.q), free_strides(t.indices)
-    length = (0, 0) if t.topk_length is None else (*free_strides(t.topk_length), 0)[:2]
+def _query_strides(t: DecodeTensors) -> dict[str, int]:
+    return dict(zip(("q_stride_b", "q_stride_s", "q_stride_h"), free_strides(t.q), strict=False))
+
+
+def _list_strides(prefix: str, indices: torch.Tensor, lengths: torch.Tensor | None) -> dict[str, int]:
+    columns = free_strides(indices)
+    length = (0, 0) if lengths is None else (*free_strides(lengths), 0)[:2]
     return {
-        "q_stride_b": q[0],
-        "q_stride_s": q[1],
-        "q_stride_h": q[2],
-        "indices_stride_b": indices[0],
-        "indices_stride_s": indices[1],
-        "length_stride_b": length[0],
-        "length_stride_s": length[1],
+        f"{prefix}indices_stride_b": columns[0],
+        f"{prefix}indices_stride_s": columns[1],
+        f"{prefix}length_stride_b": length[0],
+        f"{prefix}length_stride_s": length[1],
     }
-
-
-def _output_strides(t: DecodeTensors, batch: int, s_q: int, heads: int, d_v: int) -> dict[str, int]:
-    # What is not given is made as `new_outputs` does.
-    new = (
-        ((batch, s_q * heads * d_v), (s_q, heads * d_v), (heads, d_v)),
-        ((batch, s_q * heads), (heads, 1), (s_q, heads)),
-    )
-    new_out, new_lse = (tuple(stride if size > 1 else 0 for size, stride in dims) for dims in new)
-    out = new_out if t.out is None else free_strides(t.out)
-    lse = new_lse if t.lse is None else free_strides(t.lse)
-    return {
-        "out_stride_b": out[0],
-        "out_stride_s": out[1],
-        "out_stride_h": out[2],
-        "lse_stride_b": lse[0],
-        "lse_stride_h": lse[1],
-        "lse_stride_s": lse[2],
-    }
-
-
-def _free(strides: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """As `free_strides` gives them for a tensor of these."""
-    return tuple(stride if size > 1 else 0 for stride, size in zip(strides, sizes, strict=True))

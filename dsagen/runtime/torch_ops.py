@@ -21,7 +21,11 @@ NAMESPACE = "dsagen"
 _LIBRARY: Any = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
 
 _DECODE = "Tensor q, Tensor k_cache, Tensor indices, str kernels"
-_DECODE_OPTIONS = "Tensor? topk_length=None, Tensor? attn_sink=None, float? softmax_scale=None, int? num_splits=None"
+_DECODE_OPTIONS = (
+    "Tensor? topk_length=None, Tensor? attn_sink=None, float? softmax_scale=None, int? num_splits=None, "
+    "Tensor? extra_k_cache=None, Tensor? extra_indices=None, Tensor? extra_topk_length=None, Tensor? kpe_cache=None, "
+    "Tensor? extra_kpe_cache=None"
+)
 _TOPK = (
     "Tensor scores, str kernels, int k, Tensor? lengths=None, Tensor? starts=None, Tensor? page_table=None, "
     "int? page_size=None, Tensor? table_of_row=None, Tensor? table_starts=None, Tensor? candidate_blocks=None, "
@@ -54,8 +58,11 @@ def _sparse_decode(
     attn_sink: Tensor | None = None,
     softmax_scale: float | None = None,
     num_splits: int | None = None,
+    *rest: Tensor | None,
+    **named: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    tensors = DecodeTensors(q, k_cache, indices, topk_length, attn_sink)
+    others = _named(_DECODE_OTHERS, rest, named)
+    tensors = DecodeTensors(q, k_cache, indices, topk_length, attn_sink, **others)
     return find(kernels).decode_with_shared_plan(tensors, softmax_scale, num_splits)
 
 
@@ -68,11 +75,13 @@ def _sparse_decode_out(
     attn_sink: Tensor | None = None,
     softmax_scale: float | None = None,
     num_splits: int | None = None,
-    *,
+    *rest: Tensor | None,
     out: Tensor,
     lse: Tensor,
+    **named: Tensor | None,
 ) -> None:
-    tensors = DecodeTensors(q, k_cache, indices, topk_length, attn_sink, out, lse)
+    others = _named(_DECODE_OTHERS, rest, named)
+    tensors = DecodeTensors(q, k_cache, indices, topk_length, attn_sink, out, lse, **others)
     find(kernels).decode_with_shared_plan(tensors, softmax_scale, num_splits)
 
 
@@ -106,6 +115,7 @@ def _parameters(schema: str) -> tuple[str, ...]:
 
 
 _TOPK_NAMES, _READ_NAMES = _parameters(_TOPK), _parameters(_READ)
+_DECODE_OTHERS = _parameters(_DECODE_OPTIONS)[4:]
 
 
 def _named(names: tuple[str, ...], rest: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:

@@ -27,10 +27,12 @@ def sparse_decode(
     q, _, indices = tensors
     num_splits = None
     if plan is not None:
-        if (q.shape[0], q.shape[1], indices.shape[2]) != (plan.batch, plan.s_q, plan.topk):
+        extra = options.get("extra_indices")
+        found = (q.shape[0], q.shape[1], indices.shape[2], 0 if extra is None else extra.shape[2])
+        if found != (plan.batch, plan.s_q, plan.topk, plan.extra_topk):
             raise GuardError(
-                f"[T-09] plan: made for batch {plan.batch}, s_q {plan.s_q}, topk {plan.topk}, which the tensors do not "
-                "have: make a plan for them with plan_sparse_decode"
+                f"[T-09] plan: made for batch {plan.batch}, s_q {plan.s_q}, topk {plan.topk}, extra_topk "
+                f"{plan.extra_topk}, which the tensors do not have: make a plan for them with plan_sparse_decode"
             )
         num_splits = plan.num_splits
     if out is None and lse is None:

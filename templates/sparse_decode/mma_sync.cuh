@@ -37,13 +37,16 @@
 
 namespace sparse_decode {
 
-template <class C, class Shared, class Encoding, class RowCopy, class Params>
+// Where a second cache has rows of another format it has an encoding and a copy of its own; its tiles come last.
+template <class C, class Shared, class Encoding, class RowCopy, class Params, class ExtraEncoding = Encoding,
+          class ExtraRowCopy = RowCopy>
 struct MmaSync {
   static constexpr int kConsumerWarps = C::kScoreWarps + C::kValueWarps;
   // Where registers are moved, warpgroups are of one role: warps that have no work fill the last one.
   static constexpr bool kMovesRegisters = C::kValueRegisters > 0;
   static constexpr int kThreads = 32 * (kConsumerWarps + (kMovesRegisters ? (C::kProducers + 3) / 4 * 4 : C::kProducers));
   static_assert(C::kStages > C::kTileTokens / C::kStageTokens, "scores of a tile begin before the values of the last are done");
+  static_assert(RowCopy::kArrivals == ExtraRowCopy::kArrivals);
 
   static DSA_DEVICE void run(const Params& p, Shared& shared) {
     if (ptx::thread_index() == 0) init_barriers(shared);
@@ -69,7 +72,7 @@ struct MmaSync {
   static DSA_DEVICE void run_value(const Params& p, Shared& shared) {
     const Work<C, Params> work(p);
     start_consumer(p, shared, work);
-    ValueWarp<C, Shared, Encoding, Params> value(p, shared, work, warp_index(), lane_index());
+    ValueWarp<C, Shared, Encoding, ExtraEncoding, Params> value(p, shared, work, warp_index(), lane_index());
     value.run();
     value.write();
   }
@@ -77,14 +80,14 @@ struct MmaSync {
   static DSA_DEVICE void run_score(const Params& p, Shared& shared) {
     const Work<C, Params> work(p);
     start_consumer(p, shared, work);
-    ScoreWarp<C, Shared, Encoding, Params>(p, shared, work, warp_index() - C::kValueWarps, lane_index()).run();
+    ScoreWarp<C, Shared, Encoding, ExtraEncoding, Params>(p, shared, work, warp_index() - C::kValueWarps, lane_index()).run();
   }
 
   static DSA_DEVICE void run_producer(const Params& p, Shared& shared) {
     const int index = warp_index() - kConsumerWarps;
     if (index >= C::kProducers) return;
     const Work<C, Params> work(p);
-    Producer<C, Shared, RowCopy, Params>(p, shared, work, index, lane_index()).run();
+    Producer<C, Shared, RowCopy, ExtraRowCopy, Params>(p, shared, work, index, lane_index()).run();
   }
 
   template <int kRegisters>
@@ -94,7 +97,7 @@ struct MmaSync {
   }
 
   static DSA_DEVICE void start_consumer(const Params& p, Shared& shared, const Work<C, Params>& work) {
-    QueryImage<C, Shared, Encoding, Params>::stage(p, shared, work, warp_index(), lane_index());
+    QueryImage<C, Shared, Encoding, ExtraEncoding, Params>::stage(p, shared, work, warp_index(), lane_index());
     ptx::barrier_sync(2, 32 * kConsumerWarps);
   }
 

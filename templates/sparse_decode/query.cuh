@@ -1,4 +1,4 @@
-// The query image in shared memory, staged once per CTA.
+// The query image in shared memory, staged once per CTA; a second one where the second cache's rows are read in another order.
 #pragma once
 #include "prims/ptx/convert.cuh"
 #include "prims/ptx/memory.cuh"
@@ -7,7 +7,17 @@
 
 namespace sparse_decode {
 
-template <class C, class Shared, class Encoding, class Params>
+// Address of the first head's row.
+template <bool kExtra, class Shared>
+DSA_DEVICE u32 query_image(Shared& shared) {
+  if constexpr (kExtra) {
+    return ptx::shared_address(shared.extra_query);
+  } else {
+    return ptx::shared_address(shared.query);
+  }
+}
+
+template <class C, class Shared, class Encoding, class ExtraEncoding, class Params>
 struct QueryImage {
   static constexpr int kChunks = (C::kNopeDims + C::kRopeDims) / 8;
 
@@ -53,6 +63,9 @@ struct QueryImage {
     for (int i = 0; i < kLoads; ++i) {
       const int chunk = i * 32 + lane;
       if (chunk < kChunks) Encoding::stage_query(image, chunk, q[i], down);
+      if constexpr (!kSameType<Encoding, ExtraEncoding>) {
+        if (chunk < kChunks) ExtraEncoding::stage_query(query_image<true>(shared) + h * C::kQueryPitchBytes, chunk, q[i], down);
+      }
     }
     if (lane == 0) {
       shared.head_scale[h][0] = scale_log2 * ptx::float_of(static_cast<u32>(127 + exponent) << 23);

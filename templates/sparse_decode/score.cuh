@@ -8,7 +8,7 @@
 
 namespace sparse_decode {
 
-template <class C, class Shared, class Encoding, class Params>
+template <class C, class Shared, class Encoding, class ExtraEncoding, class Params>
 struct ScoreWarp {
   static constexpr int kTileStages = C::kTileTokens / C::kStageTokens;
   static constexpr int kStageBlocks = C::kStageTokens / 16;
@@ -21,6 +21,7 @@ struct ScoreWarp {
   static constexpr int kThreads = C::kScoreWarps * 32;
   static_assert(C::kTileTokens % C::kStageTokens == 0 && kStageBlocks % kRows == 0 && C::kScoreWarps % kBlockGroups == 0);
   static_assert(kThreads >= C::kHeads, "one thread per head finishes the softmax");
+  static_assert(Encoding::kOutputScale == ExtraEncoding::kOutputScale && Encoding::kNormaliseQuery == ExtraEncoding::kNormaliseQuery);
 
   const Params& p;
   Shared& shared;
@@ -44,15 +45,11 @@ struct ScoreWarp {
   DSA_DEVICE void run() {
     int slot = 0, buffer = 0;  // of the tile
     u32 parity = 0, round = 0;
-#pragma unroll 1
-    for (int i = 0; i < work.tiles; ++i) {
-      tile(slot, parity, buffer, round);
-#pragma unroll
-      for (int stage = 0; stage < kTileStages; ++stage) {
-        ptx::mbarrier_arrive(ptx::shared_address(&shared.freed[slot]));
-        advance_ring<C::kStages>(slot, parity, 1);
-      }
-      if (++buffer == C::kProbabilityBuffers) buffer = 0, ++round;
+    if constexpr (kSameType<Encoding, ExtraEncoding>) {
+      run<Encoding>(slot, parity, buffer, round, 0, work.tiles);
+    } else {
+      run<Encoding>(slot, parity, buffer, round, 0, work.main_tiles);
+      run<ExtraEncoding>(slot, parity, buffer, round, work.main_tiles, work.tiles);
     }
     finish();
   }
@@ -60,38 +57,55 @@ struct ScoreWarp {
  private:
   static DSA_DEVICE void sync() { ptx::barrier_sync(1, kThreads); }
 
+  // Tiles begin .. end - 1 of this split, all of one encoding.
+  template <class E>
+  DSA_DEVICE void run(int& slot, u32& parity, int& buffer, u32& round, int begin, int end) {
+#pragma unroll 1
+    for (int i = begin; i < end; ++i) {
+      tile<E>(slot, parity, buffer, round);
+#pragma unroll
+      for (int stage = 0; stage < kTileStages; ++stage) {
+        ptx::mbarrier_arrive(ptx::shared_address(&shared.freed[slot]));
+        advance_ring<C::kStages>(slot, parity, 1);
+      }
+      if (++buffer == C::kProbabilityBuffers) buffer = 0, ++round;
+    }
+  }
+
   // Whether head tile j of this warp's share exists.
   DSA_DEVICE bool has_tile(int j) const { return kEvenShares || j < tile_count; }
 
   // Head column of element e (0, 1) of this lane in head tile j of this warp's share.
   DSA_DEVICE int column(int j, int e) const { return (tile_begin + j) * 8 + 2 * (lane % 4) + e; }
 
+  template <class E>
   DSA_DEVICE void tile(int slot, u32 parity, int buffer, u32 round) {
     advance_ring<C::kStages>(slot, parity, group * kRows / kStageBlocks);
     ptx::mbarrier_wait(ptx::shared_address(&shared.landed[slot]), parity);
     const int token = group * kRows % kStageBlocks * 16;  // within the stage
-    const u32 rows = ptx::shared_address(&shared.rows[slot][0][0]) + token * C::kRowPitchBytes;
+    const u32 rows = ptx::shared_address(&shared.rows[slot][0][0]) + token * E::Row::kRowPitchBytes;
     const u32 valid = shared.valid[slot] >> token;  // bit t: the warp's token t
     const bool live = (valid & (kRows == 1 ? 0xffffu : 0xffffffffu)) != 0;
     float s[kRows][kTiles][4] = {};
-    if (live) score(s, rows, valid);
+    if (live) score<E>(s, rows, valid);
     const bool raise = ptx::barrier_any(1, kThreads, live && outgrown(s));  // B
     // Round r waits for phase r - 1; in round 0 the phase before the first counts as complete.
     ptx::mbarrier_wait(ptx::shared_address(&shared.drained[buffer]), (round & 1) ^ 1);
     if (warp == 0 && lane == 0) shared.raised[buffer] = raise;
     if (raise) raise_reference(s, live, buffer);
-    if (live) store_probabilities(s, rows, buffer);
+    if (live) store_probabilities<E>(s, rows, buffer);
     ptx::mbarrier_arrive(ptx::shared_address(&shared.filled[buffer]));
   }
 
   // Scores in log2 units: S times the logit factor, -inf for invalid tokens (whose rows are zeros).
+  template <class E>
   DSA_DEVICE void score(float (&s)[kRows][kTiles][4], u32 rows, u32 valid) const {
-    const u32 query = ptx::shared_address(shared.query) + tile_begin * 8 * C::kQueryPitchBytes;
+    const u32 query = query_image<!kSameType<E, Encoding>>(shared) + tile_begin * 8 * C::kQueryPitchBytes;
     if (kEvenShares || tile_count == kTiles) {
-      Encoding::score(s, rows, query, lane);
+      E::score(s, rows, query, lane);
     } else if constexpr (kTiles > 1) {
       float fewer[kRows][kTiles - 1][4] = {};
-      Encoding::score(fewer, rows, query, lane);
+      E::score(fewer, rows, query, lane);
 #pragma unroll
       for (int m = 0; m < kRows; ++m)
 #pragma unroll
@@ -137,7 +151,9 @@ struct ScoreWarp {
     return any;
   }
 
-  // P = 2^(s - M) of valid tokens, 0 of others: added to the sums and written as bf16 copies, one per scale group.
+  // P = 2^(s - M) of valid tokens, 0 of others: added to the sums and written as 16-bit copies, one per scale group
+  // where the encoding folds scales into them.
+  template <class E>
   DSA_DEVICE void store_probabilities(float (&s)[kRows][kTiles][4], u32 rows, int buffer) {
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
@@ -155,18 +171,18 @@ struct ScoreWarp {
     for (int m = 0; m < kRows; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const u32 row = rows + (16 * m + 8 * half + lane / 4) * C::kRowPitchBytes;
+        const u32 row = rows + (16 * m + 8 * half + lane / 4) * E::Row::kRowPitchBytes;
         const u32 target = probability_address<C>(ptx::shared_address(shared.probability[buffer]),
                                                   16 * (group * kRows + m) + 8 * half + lane / 4);
 #pragma unroll
-        for (int copy = 0; copy < Encoding::kProbabilityCopies; ++copy) {
-          const float scale = Encoding::scale(row, copy) * Encoding::kProbabilityScale;
+        for (int copy = 0; copy < E::kProbabilityCopies; ++copy) {
+          const float scale = E::scale(row, copy) * E::kProbabilityScale;
 #pragma unroll
           for (int j = 0; j < kTiles; ++j)
             if (has_tile(j))
               ptx::store_shared_4(
                   target + copy * kProbabilityBytes<C> + probability_chunk<C>(tile_begin + j, lane / 4) + 4 * (lane % 4),
-                  ptx::pack_bf16(s[m][j][2 * half] * scale, s[m][j][2 * half + 1] * scale));
+                  E::pack_probabilities(s[m][j][2 * half] * scale, s[m][j][2 * half + 1] * scale));
         }
       }
   }

@@ -3,6 +3,7 @@
 #include "prims/ptx/thread.cuh"
 #include "prims/types.cuh"
 #include "sparse_decode/constants.cuh"
+#include "sparse_decode/source.cuh"
 
 namespace sparse_decode {
 
@@ -33,10 +34,14 @@ template <class C, class Params>
 struct Work {
   static constexpr int kTileStages = C::kTileTokens / C::kStageTokens;
 
-  u32 row, split;  // query token batch x s_q + s, and which split of its index row
+  static constexpr bool kTwoSources = C::kSources == 2;
+
+  u32 row, split;  // query token batch x s_q + s, and which split of its tiles
   int first_head;
-  int length;  // live columns of the index row
-  int tiles;   // of this split: tiles split, split + num_splits, ...
+  int length, extra_length;  // live columns of the index rows
+  int main_row_tiles;        // tiles of the main index row, all splits together; the extra row's follow them
+  int tiles;                 // of this split: tiles split, split + num_splits, ...
+  int main_tiles;            // how many of those are of the main index row: the first ones
 
   DSA_DEVICE Work(const Params& p) {
     u32 item = ptx::block_index();
@@ -44,14 +49,14 @@ struct Work {
     item /= p.head_groups;
     split = item % p.num_splits;
     row = item / p.num_splits;
-    length = p.topk;
-    if (p.topk_length != nullptr) {
-      const int given = p.topk_length[batch(p) * p.length_stride_b + token(p) * p.length_stride_s];
-      length = given < 0 ? 0 : given < length ? given : length;
+    length = Source<false>::length(p, batch(p), token(p));
+    main_row_tiles = tiles_of(length);
+    tiles = main_tiles = own_of(main_row_tiles, p);
+    extra_length = 0;
+    if constexpr (kTwoSources) {
+      extra_length = Source<true>::length(p, batch(p), token(p));
+      tiles = own_of(main_row_tiles + tiles_of(extra_length), p);
     }
-    const int all_tiles = (length + C::kTileTokens - 1) / C::kTileTokens;
-    const int first = static_cast<int>(split);
-    tiles = first < all_tiles ? (all_tiles - first - 1) / p.num_splits + 1 : 0;
   }
 
   DSA_DEVICE i64 batch(const Params& p) const { return row / static_cast<u32>(p.s_q); }
@@ -60,10 +65,18 @@ struct Work {
   // Row of the partial results.
   DSA_DEVICE i64 partial_row(const Params& p) const { return static_cast<i64>(row) * p.num_splits + split; }
 
-  // First column of the n-th stage.
-  DSA_DEVICE i64 stage_column(const Params& p, int n) const {
-    const i64 tile = static_cast<i64>(n / kTileStages) * p.num_splits + split;
-    return tile * C::kTileTokens + n % kTileStages * C::kStageTokens;
+  // Tile of both index rows that the n-th stage is of.
+  DSA_DEVICE i64 stage_tile(const Params& p, int n) const { return static_cast<i64>(n / kTileStages) * p.num_splits + split; }
+
+  // First column of the n-th stage, given its tile counted from the begin of its own index row.
+  DSA_DEVICE i64 stage_column(i64 tile, int n) const { return tile * C::kTileTokens + n % kTileStages * C::kStageTokens; }
+
+ private:
+  static DSA_DEVICE int tiles_of(int columns) { return (columns + C::kTileTokens - 1) / C::kTileTokens; }
+
+  DSA_DEVICE int own_of(int all_tiles, const Params& p) const {
+    const int first = static_cast<int>(split);
+    return first < all_tiles ? (all_tiles - first - 1) / p.num_splits + 1 : 0;
   }
 };
 

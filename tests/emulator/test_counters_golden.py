@@ -7,13 +7,14 @@ text is made of the kernels that the shipped specs reach.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from dsagen.build import find_toolchain
-from dsagen.check.cases import DecodeCase
+from dsagen.check.cases import DecodeCase, ExtraCase
 from dsagen.check.kv_cases import Action, KvCase
 from dsagen.check.kv_run import KvRun
 from dsagen.check.place import Case
@@ -62,10 +63,19 @@ def measure(name: str, case: Case, seed: int = 0) -> dict[str, Counters]:
     # CTAs that meet in atomics of global memory do so in one order on one thread.
     options = EmulatorOptions(seed=seed, threads=1, counters=True, observe=launches.append)
     kernels = load(name, device=DEVICE, emulator=options)
+    case = fitted(case, kernels.spec)
     kind = {DecodeCase: CaseRun, TopkCase: TopkRun, KvCase: KvRun}[type(case)]
     result, _ = run_case(kind(case, lambda _: kernels, torch.device("cpu"), 1))  # type: ignore[arg-type]
     assert result.status == "passed", result.problem
     return {launch.symbol: launch.counts.measured for launch in launches if launch.counts.measured is not None}
+
+
+def fitted(case: Case, spec: DeploymentSpec) -> Case:
+    """The case within the spec's capacities, with a second cache where the spec has one."""
+    if not isinstance(case, DecodeCase):
+        return case
+    extra = ExtraCase(300, 100, 5) if spec.extra_kv else None
+    return replace(case, topk=min(case.topk, spec.topk), extra=extra)
 
 
 def reaches(spec: DeploymentSpec, case: Case) -> bool:

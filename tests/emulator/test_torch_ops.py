@@ -190,7 +190,7 @@ def test_a_compiled_call_takes_the_plans_splits_and_given_outputs(all_kernels: d
     torch._dynamo.reset()
     torch.compile(step(all_kernels, plan, out=given["out"]), fullgraph=True, backend="aot_eager")(*inputs)
     assert given["out"].equal(want[0])
-    with pytest.raises(Exception, match="made for batch 2, s_q 1, topk 40, which the tensors do not have"):
+    with pytest.raises(Exception, match="made for batch 2, s_q 1, topk 40, extra_topk 0, which"):
         compiled(*step_inputs(3))
 
 

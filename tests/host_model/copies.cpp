@@ -48,17 +48,24 @@ void store_global(void* address, const void* source, uint32_t bytes, const char*
   std::memcpy(address, source, bytes);
 }
 
-// ---- 16-byte copies -------------------------------------------------------------------------------------------------
+// ---- copies of a thread ---------------------------------------------------------------------------------------------
+
+static void copy_of_thread(uint32_t target, const void* source, uint32_t bytes, uint32_t size, const char* what, int line) {
+  note(what, line);
+  if (bytes != 0 && bytes != size) fail("%s (line %d): %u bytes, must be 0 or %u", what, line, bytes, size);
+  check_global(source, size, size, what, line);
+  shared_bytes(target, size, size, what, line);
+  note_write(target, size, m.current->clock, what, line);
+  begin_copy(target, size);
+  m.current->open.push_back({target, static_cast<const uint8_t*>(source), bytes, size, line});
+}
 
 void copy_async(uint32_t target, const void* source, uint32_t bytes, int line) {
-  constexpr const char* what = "copy_async_16";
-  note(what, line);
-  if (bytes != 0 && bytes != 16) fail("%s (line %d): %u bytes, must be 0 or 16", what, line, bytes);
-  check_global(source, 16, 16, what, line);
-  shared_bytes(target, 16, 16, what, line);
-  note_write(target, 16, m.current->clock, what, line);
-  begin_copy(target, 16);
-  m.current->open.push_back({target, static_cast<const uint8_t*>(source), bytes, line});
+  copy_of_thread(target, source, bytes, 16, "copy_async_16", line);
+}
+
+void copy_async_8(uint32_t target, const void* source, uint32_t bytes, int line) {
+  copy_of_thread(target, source, bytes, 8, "copy_async_8", line);
 }
 
 void copy_async_commit() {
@@ -74,9 +81,9 @@ void copy_async_wait(int pending, int line) {
   for (int i = 0; i < landing; ++i)
     for (const Copy& copy : groups[i]) {
       uint8_t* to = dynamic_smem + (copy.target - kSharedBase);
-      std::memset(to, 0, 16);
+      std::memset(to, 0, copy.taken);
       std::memcpy(to, copy.source, copy.bytes);
-      note_landed(copy.target, 16, m.current->index);
+      note_landed(copy.target, copy.taken, m.current->index);
     }
   groups.erase(groups.begin(), groups.begin() + landing);
 }
@@ -193,7 +200,7 @@ void copy_bulk(uint32_t target, const void* source, uint32_t bytes, uint32_t mba
   if (!m.mbarriers[index].visible) fail("%s (line %d): no fence made the transaction barrier visible to copies", what, line);
   note_write(target, bytes, m.current->fenced, what, line);
   begin_copy(target, bytes);
-  m.free_copies.push_back({{target, static_cast<const uint8_t*>(source), bytes, line}, index, -1});
+  m.free_copies.push_back({{target, static_cast<const uint8_t*>(source), bytes, bytes, line}, index, -1});
 }
 
 bool land_some_copy() {
@@ -203,7 +210,7 @@ bool land_some_copy() {
   m.free_copies[which] = m.free_copies.back();
   m.free_copies.pop_back();
   const bool is_bulk = landed.arrival < 0;
-  const uint32_t bytes = is_bulk ? landed.copy.bytes : 16;
+  const uint32_t bytes = landed.copy.taken;
   uint8_t* to = dynamic_smem + (landed.copy.target - kSharedBase);
   std::memset(to, 0, bytes);
   std::memcpy(to, landed.copy.source, landed.copy.bytes);

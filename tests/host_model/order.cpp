@@ -205,7 +205,7 @@ void load_shared(uint32_t address, void* target, uint32_t bytes, const char* wha
   note(what, line);
   const Lane& self = *m.current;
   const uint8_t* source = shared_bytes(address, bytes, bytes, what, self.line);
-  note_read(address, bytes, self.index / kWarp, 1u << self.index % kWarp, what, self.line);
+  note_read(address & ~3u, bytes < 4 ? 4 : bytes, self.index / kWarp, 1u << self.index % kWarp, what, self.line);
   std::memcpy(target, source, bytes);
 }
 

@@ -30,6 +30,7 @@ struct SharedStorage {
 #include "prims/ptx/narrow.cuh"
 #include "prims/ptx/registers.cuh"
 #include "prims/ptx/thread.cuh"
+PRELUDE
 extern "C" __global__ void __launch_bounds__(64, 1) SYMBOL(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) u8 dynamic_smem[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(dynamic_smem);
@@ -49,8 +50,10 @@ def run(
     seed: int = 1,
     pdl: bool = False,
     threads: int = THREADS,
+    prelude: str = "",
+    arch: str = "sm_90a",
 ) -> tuple[np.ndarray, Counts]:
-    """Run a body of 64 threads of 64 registers; `in` is 256 floats, `out` 256 a block."""
+    """Run a body of 64 threads of 64 registers; `in` is 256 floats, `out` 256 a block. `prelude` stands before it."""
     given = np.arange(256, dtype=np.float32) if inputs is None else inputs
     fields, params_bytes = lay_out_params(
         (
@@ -66,7 +69,7 @@ def run(
             SmemField("landed", "u64", (2,), ""),
         )
     )
-    variant = Variant("model", "test", "small", "sm_90a", (("n", 8),))
+    variant = Variant("model", "test", "small", arch, (("n", 8),))
     plan = KernelPlan(
         variant,
         (),
@@ -82,7 +85,9 @@ def run(
         overlaps_previous=pdl,
         guards=(),
     )
-    text = inline_headers(KERNEL.replace("SYMBOL", plan.symbol).replace("BODY", body), read_model)
+    text = inline_headers(
+        KERNEL.replace("SYMBOL", plan.symbol).replace("BODY", body).replace("PRELUDE", prelude), read_model
+    )
     memory = Memory()
     source, out = memory.input("in", given), memory.output("out", (grid * 256,), np.float32)
     counts = HostKernel(plan, text).launch(grid, {"in": source, "out": out, "mode": 0}, memory, seed, ("in",))

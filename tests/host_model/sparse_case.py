@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
 from host import Counts, HostKernel, Memory
+from sparse_rows import bf16_bits, bf16_value, random_rows
 
 from dsagen.arch import arch as arch_row
 from dsagen.division import page_divisor
-from dsagen.families.sparse_decode.family import FAMILY, NAME, plan_main
-from dsagen.families.sparse_decode.geometry import Encoding, Geometry, encoding_of, heads_per_cta
+from dsagen.families.sparse_decode.family import FAMILY, NAME, caches_of, main_axes, plan_main
+from dsagen.families.sparse_decode.geometry import Geometry, heads_per_cta
 from dsagen.families.sparse_decode.op import DecodeShape, partition
-from dsagen.kv_format import kv_format
+from dsagen.families.sparse_decode.rows import Caches, part_segments
+from dsagen.kv_format import KvFormat, Segment, kv_format
 from dsagen.plan import Variant
 
 LOG2_E = math.log2(math.e)
 Tile = tuple[tuple[str, int | tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True)
+class Extra:
+    """The second cache of a call, and the lists that select from it."""
+
+    fmt: str
+    topk: int
+    page_size: int = 64
+    page_padding: int = 0
+    lengths: tuple[int, ...] | None = None
+    invalid: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -50,7 +64,15 @@ class Case:
     row_scale: float = 1.0  # factor on scales, or on values where there are none
     poisoned_heads: tuple[int, ...] = ()  # heads whose q is NaN or, for every other one, infinity
     base2: bool = False
+    extra: Extra | None = None
     seed: int = 1
+
+    @property
+    def sources(self) -> tuple[Case, ...]:
+        """The call as each of its caches sees it."""
+        if self.extra is None:
+            return (self,)
+        return replace(self, extra=None), replace(self, **vars(self.extra), extra=None, dead=(), seed=self.seed + 1000)
 
 
 def shape(tile_tokens: int, stages: int, **fields: int | tuple[int, ...]) -> Tile:
@@ -58,18 +80,19 @@ def shape(tile_tokens: int, stages: int, **fields: int | tuple[int, ...]) -> Til
     return (("tile_tokens", tile_tokens), ("stages", stages), *fields.items())
 
 
+def caches(case: Case) -> Caches:
+    """The rows of the case's caches as a kernel sees them."""
+    found = caches_of(case.fmt, case.extra.fmt if case.extra else None)
+    assert isinstance(found, Caches)
+    return found
+
+
 @cache
-def main_kernel(fmt: str, heads_n: int, arch_name: str, tile: Tile) -> HostKernel:
+def main_kernel(fmt: str, extra: str | None, heads_n: int, arch_name: str, tile: Tile) -> HostKernel:
     """Compiled main kernel of a variant."""
-    record = kv_format(fmt)
-    axes = (
-        ("kv", fmt),
-        ("dqk", record.d_qk),
-        ("dv", record.d_v),
-        ("n", heads_n),
-        ("smem", arch_row(arch_name).smem_class),
-    )
-    variant = Variant(NAME, "main", "mma_sync", arch_name, axes)
+    found = caches_of(fmt, extra)
+    assert isinstance(found, Caches)
+    variant = Variant(NAME, "main", "mma_sync", arch_name, main_axes(found, heads_n, arch_row(arch_name)))
     return HostKernel(plan_main(variant, Geometry(heads_n, **dict(tile)) if tile else None))
 
 
@@ -81,52 +104,36 @@ def combine_kernel(d_v: int, arch_name: str) -> HostKernel:
 
 def heads_per_block(case: Case) -> int:
     """Padded heads of the variant that serves the case."""
-    record = kv_format(case.fmt)
-    encoding = encoding_of(record)
-    assert isinstance(encoding, Encoding)
-    heads_n = case.group or heads_per_cta(record, encoding, case.heads, arch_row(case.arch))
+    heads_n = case.group or heads_per_cta(caches(case), case.heads, arch_row(case.arch))
     assert heads_n is not None
     return heads_n
-
-
-# ---- number formats -------------------------------------------------------------------------------------------------
-
-
-def bf16_bits(x: np.ndarray) -> np.ndarray:
-    """Rounded to bf16 (nearest even), as bits."""
-    bits = x.astype(np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
-
-
-def bf16_value(bits: np.ndarray) -> np.ndarray:
-    """Exact values of bf16 bits."""
-    return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-
-
-def e4m3_table() -> np.ndarray:
-    """Values of the 256 codes; two are NaN."""
-    code = np.arange(256)
-    exponent, mantissa = code >> 3 & 15, code & 7
-    magnitude = np.where(exponent > 0, (8 + mantissa) * 2.0 ** (exponent - 10.0), mantissa * 2.0**-9)
-    return np.where(code & 0x7F == 0x7F, np.nan, np.where(code & 0x80, -magnitude, magnitude))
 
 
 # ---- inputs ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """Arrays of a case. `keys` holds dequantised rows by id (NaN where no column selects the row)."""
+class Pool:
+    """A cache with its lists. `bytes_of` are its tensors, `keys` rows by id, NaN where no column selects."""
 
-    q: np.ndarray  # [batch, s_q, heads, d_qk], a view
-    q_buffer: np.ndarray
-    pool: np.ndarray
-    page_stride_bytes: int
-    pool_tokens: int
+    record: KvFormat
+    bytes_of: dict[str, np.ndarray]
+    page_strides: dict[str, int]
+    page_size: int
+    tokens: int
     keys: np.ndarray
     indices: np.ndarray
     indices_buffer: np.ndarray
     lengths: np.ndarray | None
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Arrays of a case."""
+
+    q: np.ndarray  # [batch, s_q, heads, d_qk], a view
+    q_buffer: np.ndarray
+    pools: tuple[Pool, ...]
     sinks: np.ndarray | None
     scale: float
 
@@ -135,26 +142,7 @@ def make_inputs(case: Case) -> Inputs:
     """Random inputs. Whatever no column selects is 0xff bytes: unselected rows, page padding, gaps between q rows."""
     record = kv_format(case.fmt)
     random = np.random.default_rng(case.seed)
-    columns = case.batch * case.s_q * case.topk
-    pages = -(-2 * columns // case.page_size) + 1
-    tokens = pages * case.page_size
-    indices_buffer = _indices(case, random, tokens)
-    indices = indices_buffer[:, :, : case.topk]
-    lengths = None if case.lengths is None else np.array(case.lengths, np.int32)
-    ids, level = _selected(case, indices, lengths, tokens)
-    rows, dequantised = _rows(case, random, len(ids), case.base + case.ramp * level)
-    row_bytes = record.io_stride_bytes
-    page_stride = (case.page_size + case.page_padding) * row_bytes
-    pool = np.full((pages - 1) * page_stride + case.page_size * row_bytes, 0xFF, np.uint8)
-    keys = np.full((tokens, record.d_qk), np.nan)
-    for row, value, token in zip(rows, dequantised, ids, strict=True):
-        start = token // case.page_size * page_stride + token % case.page_size * row_bytes
-        pool[start : start + row_bytes] = row
-        keys[token] = value
-    for column in case.poisoned_columns:
-        token = indices[0, 0, column]
-        start = token // case.page_size * page_stride + token % case.page_size * row_bytes
-        pool[start : start + row_bytes] = 0xFF
+    pools = tuple(_pool(source, np.random.default_rng(source.seed)) for source in case.sources)
     gap_h, gap_d = (3, 24) if case.strided else (0, 0)
     q_buffer = np.full((case.batch, case.s_q, case.heads + gap_h, record.d_qk + gap_d), 0xFFFF, np.uint16)
     q = q_buffer[:, :, : case.heads, : record.d_qk]
@@ -168,9 +156,39 @@ def make_inputs(case: Case) -> Inputs:
     for i, head in enumerate(case.poisoned_heads):
         q[:, :, head] = 0x7F80 if i % 2 else 0x7FC1
     sinks = None if case.sinks is None else np.resize(np.array(case.sinks, np.float32), case.heads)
-    return Inputs(
-        q, q_buffer, pool, page_stride, tokens, keys, indices, indices_buffer, lengths, sinks, scale
-    )  # fmt: skip
+    return Inputs(q, q_buffer, pools, sinks, scale)
+
+
+def _pool(case: Case, random: np.random.Generator) -> Pool:
+    record = kv_format(case.fmt)
+    columns = case.batch * case.s_q * case.topk
+    pages = -(-2 * columns // case.page_size) + 1
+    tokens = pages * case.page_size
+    indices_buffer = _indices(case, random, tokens)
+    indices = indices_buffer[:, :, : case.topk]
+    lengths = None if case.lengths is None else np.array(case.lengths, np.int32)
+    ids, level = _selected(case, indices, lengths, tokens)
+    segments, dequantised = random_rows(record, random, len(ids), case.base + case.ramp * level, case.row_scale)
+    strides, pools = {}, {}
+    for tensor in record.tensors:
+        page_bytes = case.page_size * tensor.logical_stride_bytes
+        strides[tensor.name] = -(-(page_bytes + case.page_padding * tensor.logical_stride_bytes) // 16) * 16
+        pools[tensor.name] = np.full((pages - 1) * strides[tensor.name] + page_bytes, 0xFF, np.uint8)
+    keys = np.full((tokens, record.d_qk), np.nan)
+    poisoned = {int(indices[0, 0, column]) for column in case.poisoned_columns}
+    for n, token in enumerate(ids):
+        keys[token] = dequantised[n]
+        for name, data in segments.items():
+            segment = record.segment(name)
+            start = _address(segment, int(token), case.page_size, strides[segment.tensor])
+            pools[segment.tensor][start : start + segment.size_bytes] = 0xFF if int(token) in poisoned else data[n]
+    return Pool(record, pools, strides, case.page_size, tokens, keys, indices, indices_buffer, lengths)
+
+
+def _address(segment: Segment, token: int, page_size: int, page_stride: int) -> int:
+    page, slot = divmod(token, page_size)
+    section = segment.section_bytes_per_token * page_size
+    return page * page_stride + section + slot * segment.token_stride_bytes + segment.offset_bytes
 
 
 def live_columns(case: Case, lengths: np.ndarray | None, b: int, s: int) -> int:
@@ -217,31 +235,6 @@ def _selected(
     return np.array(ids, np.int64), np.array(level)
 
 
-def _rows(case: Case, random: np.random.Generator, count: int, level: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Raw rows [count, row bytes] and their exact values [count, d_qk]; with a ramp the last 64 dims are `level`."""
-    record = kv_format(case.fmt)
-    if case.fmt.startswith("bf16"):
-        values = random.standard_normal((count, record.d_qk)) * case.row_scale
-        if level.any():
-            values[:, -64:] = level[:, None]
-        bits = bf16_bits(values)
-        return bits.view(np.uint8).reshape(count, 2 * record.d_qk), bf16_value(bits)
-    table = e4m3_table()
-    order = np.argsort(np.where(np.isnan(table), np.inf, table))[:254]
-    codes = order[np.searchsorted(table[order], random.standard_normal((count, 512)) * 120).clip(0, 253)].astype(
-        np.uint8
-    )
-    groups = 512 // record.scale_group_dims
-    scales = (np.exp(random.standard_normal((count, groups)) * 0.7) * case.row_scale / 120).astype(np.float32)
-    values = table[codes] * np.repeat(scales.astype(np.float64), record.scale_group_dims, axis=1)
-    parts = [codes, scales.view(np.uint8).reshape(count, 4 * groups)]
-    if record.d_rope:
-        rope = bf16_bits(np.repeat(level[:, None], 64, axis=1) if level.any() else random.standard_normal((count, 64)))
-        parts.append(rope.view(np.uint8).reshape(count, 128))
-        values = np.concatenate([values, bf16_value(rope)], axis=1)
-    return np.concatenate(parts, axis=1), values
-
-
 def clean_q(case: Case, inputs: Inputs) -> np.ndarray:
     """Values of q, zero in the heads that are poisoned."""
     q = bf16_value(inputs.q)
@@ -274,8 +267,11 @@ def reference(case: Case, inputs: Inputs) -> Expected:
     largest = 0.0
     for b in range(case.batch):
         for s in range(case.s_q):
-            ids = inputs.indices[b, s, : live_columns(case, inputs.lengths, b, s)].astype(np.int64)
-            keys = inputs.keys[ids[(ids >= 0) & (ids < inputs.pool_tokens)]]
+            selected = []
+            for source, pool in zip(case.sources, inputs.pools, strict=True):
+                ids = pool.indices[b, s, : live_columns(source, pool.lengths, b, s)].astype(np.int64)
+                selected.append(pool.keys[ids[(ids >= 0) & (ids < pool.tokens)]])
+            keys = np.concatenate(selected)
             if len(keys) == 0:
                 continue
             logits = clean_q(case, inputs)[b, s] @ keys.T * inputs.scale
@@ -310,8 +306,10 @@ class Results:
 def launch(case: Case, inputs: Inputs) -> Results:
     """Main and, for more than one split, combine."""
     record, heads_n = kv_format(case.fmt), heads_per_block(case)
-    main = main_kernel(case.fmt, heads_n, case.arch, case.tile)
-    part = partition(DecodeShape(case.batch, case.s_q, case.heads, case.topk), main.plan, 132, "off", case.splits)
+    extra = case.extra
+    main = main_kernel(case.fmt, extra.fmt if extra else None, heads_n, case.arch, case.tile)
+    shape = DecodeShape(case.batch, case.s_q, case.heads, case.topk, extra.topk if extra else 0)
+    part = partition(shape, main.plan, 132, "off", case.splits)
     memory = Memory()
     gap_h, gap_d = (1, 6) if case.strided else (0, 0)
     out_buffer = memory.output("out", (case.batch, case.s_q, case.heads + gap_h, record.d_v + gap_d), np.uint16)
@@ -329,23 +327,17 @@ def launch(case: Case, inputs: Inputs) -> Results:
         "lse_accum": lse_accum, "o_accum": o_accum,
     }  # fmt: skip
     q = memory.input("q", inputs.q_buffer)
-    indices = memory.input("indices", inputs.indices_buffer)
-    lengths = None if inputs.lengths is None else memory.input("topk_length", inputs.lengths)
-    per_request = inputs.lengths is not None and len(inputs.lengths) == case.batch
-    multiplier, shift = page_divisor(case.page_size)
+    sources: dict[str, int | float | np.ndarray | None] = {}
+    for prefix, source, pool in zip(("", "extra_"), case.sources, inputs.pools, strict=False):
+        sources |= _source_arguments(memory, prefix, source, pool)
     counts = main.launch(
         part.main_ctas,
         {
             **common,
             "q": q, **_strides("q", q.strides, 2),
-            "kv": memory.input("kv", inputs.pool), "page_stride_bytes": inputs.page_stride_bytes,
-            "row_stride_bytes": record.io_stride_bytes, "page_multiplier": multiplier,
-            "page_shift": shift, "page_size": case.page_size, "pool_tokens": inputs.pool_tokens,
-            "head_groups": part.head_groups, "group_heads": part.group_heads, "topk": case.topk,
-            "indices": indices, "indices_stride_b": indices.strides[0] // 4,
-            "indices_stride_s": indices.strides[1] // 4,
-            "topk_length": lengths, "length_stride_b": 1 if per_request else case.s_q,
-            "length_stride_s": 0 if per_request else 1, "scale_log2": inputs.scale * LOG2_E,
+            "head_groups": part.head_groups, "group_heads": part.group_heads,
+            "scale_log2": inputs.scale * LOG2_E,
+            **sources,
         },
         memory,
         seed=case.seed,
@@ -354,6 +346,32 @@ def launch(case: Case, inputs: Inputs) -> Results:
         combine = combine_kernel(record.d_v, case.arch)
         combine.launch(part.combine_ctas, common, memory, case.seed, predecessors=("lse_accum", "o_accum"))
     return Results(out, out_buffer, lse, counts)
+
+
+def _source_arguments(
+    memory: Memory, prefix: str, case: Case, pool: Pool
+) -> dict[str, int | float | np.ndarray | None]:
+    """Arguments of one cache and its lists."""
+    rows, *others = pool.record.tensors
+    tensors = {name: memory.input(f"{prefix}{name}", data) for name, data in pool.bytes_of.items()}
+    indices = memory.input(f"{prefix}indices", pool.indices_buffer)
+    lengths = None if pool.lengths is None else memory.input(f"{prefix}topk_length", pool.lengths)
+    per_request = pool.lengths is not None and len(pool.lengths) == case.batch
+    multiplier, shift = page_divisor(case.page_size)
+    arguments: dict[str, int | float | np.ndarray | None] = {
+        "kv": tensors[rows.name], "page_stride_bytes": pool.page_strides[rows.name],
+        "row_stride_bytes": rows.io_stride_bytes, "page_multiplier": multiplier, "page_shift": shift,
+        "page_size": case.page_size, "pool_tokens": pool.tokens, "topk": case.topk,
+        "indices": indices, "indices_stride_b": indices.strides[0] // 4, "indices_stride_s": indices.strides[1] // 4,
+        "topk_length": lengths, "length_stride_b": 1 if per_request else case.s_q,
+        "length_stride_s": 0 if per_request else 1,
+    }  # fmt: skip
+    for segment in part_segments(pool.record):
+        name = others[0].name if others else rows.name
+        arguments["kv_part"] = tensors[name][segment.section_bytes_per_token * case.page_size :]
+        arguments["part_page_stride_bytes"] = pool.page_strides[name]
+        arguments["part_row_stride_bytes"] = segment.token_stride_bytes
+    return {f"{prefix}{name}": value for name, value in arguments.items()}
 
 
 def _strides(name: str, strides: tuple[int, ...], element_bytes: int) -> dict[str, int]:

@@ -46,6 +46,7 @@ struct Copy {
   uint32_t target;
   const uint8_t* source;
   uint32_t bytes;
+  uint32_t taken;  // bytes of the target: what is not copied there is zeros
   int line;
 };
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from host import COMPILER, FOLDER, HostModelError
 from small_kernel import arrive_by_copies, bulk, run
-from sparse_case import bf16_bits, bf16_value, e4m3_table
+from sparse_rows import bf16_bits, bf16_value, e4m3_table
 
 from dsagen.render import templates_folder
 

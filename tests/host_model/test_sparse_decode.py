@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 from host import COMPILER
-from sparse_case import Case, check, heads_per_block, launch, make_inputs, shape
+from sparse_case import Case, Extra, check, heads_per_block, launch, make_inputs, shape
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
@@ -148,6 +148,64 @@ def label(case: Case) -> str:
 @pytest.mark.parametrize("fmt", ["v32", "bf16"])
 def test_results(case: Case, fmt: str) -> None:
     check(Case(**{**vars(case), "fmt": fmt}))
+
+
+# Every other encoding and placement, alone and as a second cache beside the same or its partner.
+ENCODINGS = (
+    Case(fmt="v32_nope"),
+    Case(fmt="v4", page_size=61, page_padding=3),
+    Case(fmt="v4", arch="sm_80"),
+    Case(fmt="v4", heads=64),
+    Case(fmt="v41_interleaved"),
+    Case(fmt="v41_page_split", page_size=5, page_padding=1),
+    Case(fmt="v41_page_split", heads=64),
+    Case(fmt="v41_page_split", arch="sm_86", heads=24),
+    Case(fmt="v41_fp4_interleaved", heads=24),
+    Case(fmt="v41_fp4_page_split", page_size=2),
+    Case(fmt="v41_fp4_page_split", heads=64),
+    Case(fmt="v41_fp4_interleaved", arch="sm_80"),
+    Case(fmt="fp16"),
+    Case(fmt="fp16_d512", arch="sm_80", heads=8),
+    Case(fmt="bf16_d512", heads=24),
+    Case(fmt="bf16_split", page_size=5),
+    Case(fmt="bf16_split", arch="sm_80"),
+    Case(fmt="v32", extra=Extra("v32", 130, 5)),
+    Case(fmt="v4", extra=Extra("v4", 200, 2, 3)),
+    Case(fmt="v41_interleaved", extra=Extra("v41_fp4_interleaved", 200, 69)),
+    Case(fmt="v41_page_split", extra=Extra("v41_fp4_page_split", 130, 5, 1), heads=64),
+    Case(fmt="v41_page_split", extra=Extra("v41_fp4_page_split", 130, 5, 1), arch="sm_80", heads=8),
+)
+
+
+@pytest.mark.parametrize("case", ENCODINGS, ids=label)
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"invalid": 0.2, "sinks": (0.5, INF, -INF), "dead": ((16, 32), (64, 128))},
+        {"splits": 3, "ramp": 90.0, "strided": True},
+    ],
+    ids=["whole", "splits"],
+)
+def test_encodings(case: Case, call: dict[str, object]) -> None:
+    check(Case(**{**vars(case), "topk": 200, "batch": 1, **call}))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "extra_lengths", "invalid"),
+    [
+        ((200, 0, 64), (0, 130, 1), 0.1),
+        ((0, 0, 0), (130, 0, 65), 0.0),
+        ((5, 0, 200), (0, 0, 0), 0.0),
+        ((200, 9, 70), (130, 64, 3), 1.0),
+    ],
+)
+@pytest.mark.parametrize("splits", [1, 3])
+def test_either_cache_may_be_empty(
+    lengths: tuple[int, ...], extra_lengths: tuple[int, ...], invalid: float, splits: int
+) -> None:
+    extra = Extra("v41_fp4_interleaved", 130, 5, lengths=extra_lengths, invalid=0.3)
+    case = Case(fmt="v41_interleaved", extra=extra, batch=3, topk=200, lengths=lengths, invalid=invalid, splits=splits)
+    check(replace(case, sinks=(1.0, -2.0)))
 
 
 @pytest.mark.parametrize("case", SHAPES, ids=label)

@@ -9,7 +9,7 @@ import torch
 from drop_in import DropIn
 
 import dsagen
-from dsagen.check.cases import corner_cases, peer_cases
+from dsagen.check.cases import corner_cases, peer_cases, with_extra
 from dsagen.check.probes import CaseRun
 from dsagen.check.run import device_problem, run_case
 from dsagen.compat import flash_mla, flash_mla_legacy
@@ -46,6 +46,20 @@ def test_peers_case_list(generation: str, heads: int, cases) -> None:
             problems.append((case.name, result.status, result.problem))
     assert not problems, f"{len(problems)} of {count}: {problems[:3]}"
     assert count >= 16
+
+
+@pytest.mark.parametrize(
+    ("generation", "spec"),
+    [("newer", "v4_h64"), ("newer", "v41_h64"), ("older", "v4_h64"), ("older", "v41_page_split_h64")],
+)
+def test_peers_cases_with_a_second_cache(generation: str, spec: str) -> None:
+    drop_in = DropIn(MODULES[generation], load_spec(spec))
+    problems = []
+    for case in with_extra(case for case in (*peer_cases(), *corner_cases()) if case.batch <= 4):
+        result, _ = run_case(CaseRun(case, lambda _: drop_in, torch.device("cuda", 0), seed=11))
+        if result.status != "passed":
+            problems.append((case.name, result.status, result.problem))
+    assert not problems, f"{len(problems)}: {problems[:3]}"
 
 
 def test_a_capture_needs_no_call_before_on_its_stream() -> None:

@@ -12,7 +12,7 @@ import torch
 from drop_in import DropIn
 
 import dsagen
-from dsagen.check.cases import corner_cases, peer_cases
+from dsagen.check.cases import ExtraCase, Lengths, corner_cases, peer_cases
 from dsagen.check.probes import CaseRun
 from dsagen.check.run import run_case
 from dsagen.compat import flash_mla, flash_mla_legacy
@@ -31,8 +31,8 @@ CASES = {case.name: case for case in (replace(PEER, batch=2), replace(CORNER, ba
 @pytest.fixture(autouse=True)
 def kernels(shared_store: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("DSAGEN_CACHE_DIR", str(shared_store))
-    options = EmulatorOptions(races=False)
-    flash_mla.use(dsagen.load(load_spec("v32_h64"), device="emulator", emulator=options))
+    for name in ("v32_h64", "v41_h64", "v41_page_split_h64"):
+        flash_mla.use(dsagen.load(name, device="emulator", emulator=EmulatorOptions(races=False)))
     yield
     DEPLOYMENTS.forget()
 
@@ -44,4 +44,14 @@ def test_peers_cases(name: str, module: ModuleType, kv_format: str | None) -> No
     options = {} if kv_format is None else {"kv_format": kv_format}
     drop_in = DropIn(module, load_spec("v32_h64"), **options)
     result, _ = run_case(CaseRun(CASES[name], lambda _: drop_in, torch.device("cpu"), seed=5))
+    assert result.status == "passed", result.problem
+
+
+@pytest.mark.parametrize(
+    ("module", "spec"), [(flash_mla, "v41_h64"), (flash_mla_legacy, "v41_page_split_h64")], ids=["newer", "older"]
+)
+def test_two_caches_lie_as_the_generation_has_them(module: ModuleType, spec: str) -> None:
+    case = replace(PEER, batch=2, extra=ExtraCase(300, 70, 5, lengths=Lengths.PER_REQUEST))
+    drop_in = DropIn(module, load_spec(spec))
+    result, _ = run_case(CaseRun(case, lambda _: drop_in, torch.device("cpu"), seed=5))
     assert result.status == "passed", result.problem

@@ -78,7 +78,7 @@ def test_torch_exchanges_tensors_here(kernels: Kernels) -> None:
     q, cache, ids = decode_inputs()
     plan = kernels.plan_sparse_decode(BATCH, 1, TOPK)
     out, lse = kernels.sparse_decode(q, cache, ids, plan=plan)
-    assert plan.repeat(q, cache, ids, None, None, out, lse, None) is True
+    assert plan.repeat(q, cache, ids, None, None, out, lse, *[None] * 5, None) is True
 
 
 def test_a_graph_replays_with_changed_contents(kernels: Kernels) -> None:

@@ -1,10 +1,16 @@
-"""Each way to launch, for tests of what is launched."""
+"""What several of the unit tests share: each way to launch, and sparse decode that lacks an encoding."""
+
+from __future__ import annotations
 
 import sys
 
 import pytest
 from fake_driver import FakeDriver
 from native_driver import COMPILER, IntsFakeDriver, NativeFakeDriver
+
+from dsagen.dtype import E2M1
+from dsagen.families.sparse_decode import rows
+from dsagen.kv_format import KvFormat
 
 LAUNCHERS = {"python": None, "c": NativeFakeDriver, "c-ints": IntsFakeDriver}
 
@@ -20,3 +26,16 @@ def each_launcher(request, monkeypatch):
         for name, module in list(sys.modules.items()):
             if name.startswith("test_") and getattr(module, "FakeDriver", None) is FakeDriver:
                 monkeypatch.setattr(module, "FakeDriver", driver)
+
+
+@pytest.fixture
+def no_fp4(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Sparse decode without its encoding of FP4; returns what it says of the format."""
+    built = rows.encoding_of
+
+    def encoding_of(record: KvFormat) -> rows.Encoding | str:
+        is_fp4 = record.segment("values").element is E2M1
+        return f"KV format {record.format_id}: FP4 is not built" if is_fp4 else built(record)
+
+    monkeypatch.setattr(rows, "encoding_of", encoding_of)
+    return "KV format v41_fp4_interleaved: FP4 is not built"

@@ -27,8 +27,8 @@ COMPILED = {
     "registers_cap": 128,
     "moves_registers": 1,
 }
-K_CACHE = {"k_cache_address": 256, "page_stride_bytes": 41984, "row_stride_bytes": 656}
-PAGES = {"pages": 2, "page_size": 64, "page_bytes": 41984, "io_row_stride_bytes": 656}
+POOL = {"pages": 2, "page_size": 64, "address": 256, "page_stride_bytes": 41984}
+TOKENS = {"row_stride_bytes": 656, "token_bytes": 656, "page_bytes": 41984}
 STRIDES = {"q_address": 32, "q_stride_b": 576, "q_stride_s": 576, "q_stride_h": 576}
 OUT = {"out_address": 32, "out_stride_b": 512, "out_stride_s": 512, "out_stride_h": 512}
 
@@ -74,11 +74,12 @@ TRIPS: dict[str, dict[str, Trip]] = {
             {"row_pitch_bytes": 656},
         ),
         "SD-04": Trip(
-            {"num_splits": 33, "tile_tokens": 64, "topk": 2048, "all_tiles": 32},
+            {"num_splits": 33, "all_tiles": 32},
             "[SD-04] num_splits 33: 2048 index columns in tiles of 64 tokens are 32 tiles, so at least one split could "
             "never hold a token. Use num_splits <= 32",
-            "(num_splits == 1 || (tile_tokens * (num_splits - 1)) < topk)",
+            "num_splits <= all_tiles",
             {"num_splits": 32},
+            {"columns": 2048, "tile_tokens": 64},
         ),
         "SD-06": Trip(
             {"topk": 2049, "topk_capacity": 2048},
@@ -105,26 +106,43 @@ TRIPS: dict[str, dict[str, Trip]] = {
             "smaller pool",
             "pool_tokens <= 2147483647",
             {"pool_tokens": 2**31 - 1},
+            {"name": "k_cache"},
         ),
         "SD-10": Trip(
             {"pages": 0, "page_size": 64},
-            "[SD-10] k_cache: 0 pages of 64 tokens: at least one page of 1..1073741824 tokens is needed",
+            "[SD-10] extra_k_cache: 0 pages of 64 tokens: at least one page of 1..1073741824 tokens is needed",
             "(pages >= 1 && 1 <= page_size && page_size <= 1073741824)",
             {"pages": 1},
+            {"name": "extra_k_cache"},
         ),
         "SD-11": Trip(
-            {**K_CACHE, "page_stride_bytes": 41992},
-            "[SD-11] k_cache: base address 0x100, page stride 41992 B and row stride 656 B must be multiples of 16 B: "
-            "pad the pages",
-            "((page_stride_bytes % 16) == 0 && (row_stride_bytes % 16) == 0 && (k_cache_address % 16) == 0)",
+            {**POOL, "page_stride_bytes": 41992},
+            "[SD-11] k_cache: base address 0x100 and page stride 41992 B must be multiples of 16 B: pad the pages",
+            "((page_stride_bytes % 16) == 0 && (address % 16) == 0)",
             {"page_stride_bytes": 41984},
+            {"name": "k_cache"},
         ),
         "SD-12": Trip(
-            {**K_CACHE, **PAGES, "page_stride_bytes": 41968},
-            "[SD-12] k_cache: row stride 656 B and page stride 41968 B do not hold pages of 64 rows of 656 B (41984 "
-            "B): rows of a page must be adjacent and pages must not overlap",
-            "(row_stride_bytes == io_row_stride_bytes && (pages == 1 || page_stride_bytes >= page_bytes))",
+            {**POOL, **TOKENS, "page_stride_bytes": 41968},
+            "[SD-12] k_cache: token stride 656 B and page stride 41968 B do not hold pages of 64 tokens of 656 B "
+            "(41984 B): tokens of a page must be adjacent and pages must not overlap",
+            "(row_stride_bytes == token_bytes && (pages == 1 || page_stride_bytes >= page_bytes))",
             {"page_stride_bytes": 41984},
+            {"name": "k_cache"},
+        ),
+        "SD-16": Trip(
+            {"extra_topk": 513, "extra_topk_capacity": 512},
+            "[SD-16] extra_indices: 513 columns, the spec declares extra_kv.topk 512: pass at most 512 columns or "
+            "raise it in the spec (without extra_kv there are 0)",
+            "(0 <= extra_topk && extra_topk <= extra_topk_capacity)",
+            {"extra_topk": 512},
+        ),
+        "SD-17": Trip(
+            {"pages": 3, "page_size": 64, "other_pages": 4, "other_page_size": 64},
+            "[SD-17] kpe_cache: 3 pages of 64 tokens, k_cache has 4 of 64: both tensors of a cache have the same pages",
+            "(pages == other_pages && page_size == other_page_size)",
+            {"other_pages": 3},
+            {"name": "kpe_cache", "other": "k_cache"},
         ),
         "SD-13": Trip(
             {**STRIDES, "q_stride_h": 580},
@@ -166,7 +184,7 @@ TRIPS: dict[str, dict[str, Trip]] = {
             "[SD-21] topk_length[1] = 101: the index rows have 100 columns, so lengths are 0..100 (2 outside)",
             "(0 <= length && length <= topk)",
             {"length": 100},
-            {"place": [1], "count": 2},
+            {"name": "topk_length", "place": [1], "count": 2},
         ),
         "SD-22": Trip(
             {"token_id": 64, "pool_tokens": 64},
@@ -174,7 +192,7 @@ TRIPS: dict[str, dict[str, Trip]] = {
             "past it)",
             "token_id < pool_tokens",
             {"token_id": -1},
-            {"place": [1, 2, 70], "count": 1},
+            {"name": "indices", "cache": "k_cache", "place": [1, 2, 70], "count": 1},
         ),
     },
     "kv_cache": {guard_id: Trip(*fields) for guard_id, fields in KV_CACHE_TRIPS.items()},

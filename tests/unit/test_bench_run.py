@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +16,7 @@ from dsagen.bench.cases import BATCHES, decode_cases
 from dsagen.bench.data import DecodeCase, make_pool
 from dsagen.bench.figures import DecodeFigures, PeerFigure, case_key, figures_of, floor_us
 from dsagen.bench.timing import Timing
-from dsagen.errors import CheckFailed, SpecError
+from dsagen.errors import CheckFailed
 from dsagen.families.sparse_decode.reference import sparse_decode_reference
 from dsagen.spec import load_spec
 
@@ -34,9 +34,21 @@ def test_cases_follow_the_spec():
     assert {case.topk for case in decode_cases(narrow)} == {512}
 
 
-def test_a_format_without_data_is_refused():
-    with pytest.raises(SpecError, match="v41_interleaved"):
-        decode_cases(load_spec("v41_h128"))
+def test_cases_of_two_caches_are_a_window_and_a_selection_and_the_selection_alone():
+    def widths(name):
+        return {case.width for case in decode_cases(load_spec(name))}
+
+    assert widths("v41_h128") == {"128 + 512"}
+    assert widths("v4_h64") == {"128 + 512", "128 + 1024", "512"}
+    (case,) = [c for c in decode_cases(load_spec("v41_h128")) if c.batch == 64]
+    assert case.kv_bytes == 64 * (128 * 528 + 512 * 288)
+    assert case.flops == 2 * 64 * 128 * 640 * 1024
+
+
+def test_a_case_without_a_second_cache_is_the_case_that_older_records_hold():
+    assert CASE.to_json() == {
+        "kv_format": "v32", "heads": 16, "batch": 128, "s_q": 1, "topk": 2048, "kv_tokens": 32768, "page_size": 64
+    }  # fmt: skip
 
 
 def test_the_floor_is_the_larger_of_reading_and_computing():
@@ -80,7 +92,8 @@ class ExactKernels:
     def prepare(self):
         self.prepared = True
 
-    def plan_sparse_decode(self, batch, s_q, topk):
+    def plan_sparse_decode(self, batch, s_q, topk, *, extra_topk):
+        assert extra_topk == 0
         self.plans.append((batch, s_q, topk))
         return SimpleNamespace(main_slug="the-slug", num_splits=2, partition=SimpleNamespace(main_ctas=4))
 
@@ -148,8 +161,11 @@ def test_a_right_kernel_is_timed(sweep):
 
 
 def test_a_wrong_kernel_is_not_timed(sweep):
-    with pytest.raises(CheckFailed, match="nothing was timed"):
+    with pytest.raises(CheckFailed, match="was not timed"):
         sweep(error=1.05)
+    found = []
+    figures, _ = sweep(error=1.05, wrong=found.append)
+    assert figures == [] and len(found) == 1 and "was not timed" in found[0]
 
 
 def test_an_lse_in_base_2_is_checked_too(sweep):
@@ -157,7 +173,7 @@ def test_an_lse_in_base_2_is_checked_too(sweep):
 
 
 def test_the_last_record_is_found_by_case(sweep):
-    (found,), _ = sweep(records={case_key(asdict(SMALL)): 40.0, case_key(asdict(CASE)): 1.0})
+    (found,), _ = sweep(records={case_key(SMALL.to_json()): 40.0, case_key(CASE.to_json()): 1.0})
     assert (found.record_us, found.slower) == (40.0, True)
 
 

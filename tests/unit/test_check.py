@@ -9,13 +9,14 @@ import torch
 from rich.console import Console
 
 from dsagen.check import cases as case_lists
-from dsagen.check.cases import DecodeCase, Ids, Lengths, Probe, Values, decode_cases
+from dsagen.check.cases import DecodeCase, ExtraCase, Ids, Lengths, Probe, Values, decode_cases
 from dsagen.check.compare import Gates, compare_decode
 from dsagen.check.probes import CaseRun, gates_for
 from dsagen.check.report import CheckReport
 from dsagen.check.run import KernelCache, cases_of, run_case, run_cases, run_check
 from dsagen.errors import CheckFailed, KnobError, SpecError
-from dsagen.families.sparse_decode.reference import read_tokens, sparse_decode_reference
+from dsagen.families.sparse_decode.reference import Source, read_tokens, sparse_decode_reference
+from dsagen.kv_format import KV_FORMATS
 from dsagen.spec import DeploymentSpec, load_spec, shipped_specs
 
 CPU = torch.device("cpu")
@@ -30,17 +31,22 @@ class ModelKernels:
     def prepare(self):
         pass
 
-    def sparse_decode_workspace_bytes(self, batch, s_q, topk, *, num_splits):
+    def sparse_decode_workspace_bytes(self, batch, s_q, topk, *, extra_topk, num_splits):
         return 4 * batch * s_q * (num_splits or 1) if (num_splits or 1) > 1 else 0
 
-    def plan_sparse_decode(self, batch, s_q, topk, *, num_splits, workspace):
-        return (batch, s_q, topk), workspace
+    def plan_sparse_decode(self, batch, s_q, topk, *, extra_topk, num_splits, workspace):
+        return (batch, s_q, topk, extra_topk), workspace
 
-    def sparse_decode(self, q, k_cache, indices, *, plan, topk_length, attn_sink, softmax_scale, out, lse):
-        assert plan[0] == tuple(indices.shape)
+    def sparse_decode(self, q, k_cache, indices, *, plan, topk_length, attn_sink, softmax_scale, out, lse, **others):
+        extra, extra_indices = self.extra_source(**others), others.get("extra_indices")
+        assert plan[0] == (*indices.shape, 0 if extra_indices is None else extra_indices.shape[2])
         self.calls += 1
         defect, record = self.defect, self.spec.kv_format
-        pool_tokens = k_cache.shape[0] * k_cache.shape[1]
+        if len(record.tensors) > 1:
+            names = [tensor.name for tensor in record.tensors]
+            k_cache = dict(zip(names, (k_cache, others["kpe_cache"]), strict=True))
+        rows = k_cache if isinstance(k_cache, torch.Tensor) else k_cache[record.tensors[0].name]
+        pool_tokens = rows.shape[0] * rows.shape[1]
         if defect == "ignores length":
             topk_length = None
         if defect == "one length per request":
@@ -62,7 +68,7 @@ class ModelKernels:
         empty = math.inf if defect == "wrong empty" else float(self.spec.lse.empty)
         result = sparse_decode_reference(
             q, record, k_cache, indices, sm_scale=softmax_scale * (1.02 if defect == "wrong scale" else 1.0),
-            topk_length=topk_length, attn_sink=attn_sink, lse_base=base, empty_lse=empty,
+            topk_length=topk_length, attn_sink=attn_sink, lse_base=base, empty_lse=empty, extra=extra,
         )  # fmt: skip
         value, total = result.out.view(out.shape), result.lse.view(*out.shape[:3]).transpose(1, 2)
         if defect == "coarse":
@@ -88,6 +94,18 @@ class ModelKernels:
         if defect == "overruns workspace" and plan[1] is not None:
             torch.as_strided(plan[1], (1,), (1,), plan[1].storage_offset() + plan[1].numel()).zero_()
         return (out.clone(), lse) if defect == "returns others" else (out, lse)
+
+    def extra_source(self, extra_k_cache=None, extra_indices=None, extra_topk_length=None, kpe_cache=None):
+        """The second cache as this model reads it."""
+        if extra_k_cache is None or self.defect == "ignores the second cache":
+            return None
+        if self.defect == "ignores its length":
+            extra_topk_length = None
+        if self.defect == "drops its last column":
+            extra_indices = torch.cat((extra_indices[..., :-1], torch.full_like(extra_indices[..., :1], -1)), 2)
+        if self.defect == "takes its length for the other's":
+            extra_topk_length = extra_topk_length.roll(1, 0)
+        return Source(self.spec.extra_kv_format, extra_k_cache, extra_indices, extra_topk_length)
 
 
 def model_of(spec, defect=""):
@@ -191,15 +209,56 @@ def test_a_right_implementation_passes(kv):
     assert [(r.name, r.problem) for r in results if r.status != "passed"] == []
 
 
-@pytest.mark.parametrize("kv", ["v32_pow2", "v32_nope"])
+@pytest.mark.parametrize("kv", [name for name in KV_FORMATS if name not in ("v32", "bf16")])
 @pytest.mark.parametrize("values", list(Values))
 def test_other_formats_pass(kv, values):
-    dims = {"dims": {"d_qk": 512, "d_v": 512}} if kv == "v32_nope" else {}
-    spec = DeploymentSpec(model="custom", heads=5, archs=["sm_90a"], ops=["sparse_decode"], kv=kv, topk=64, **dims)
+    spec = DeploymentSpec(model="custom", heads=5, archs=["sm_90a"], ops=["sparse_decode"], kv=kv, topk=64)
     ids = Ids.SHARED if values in (Values.RAMP_UP, Values.RAMP_DOWN) else Ids.RANDOM
     case = replace(SMALL, values=values, ids=ids, topk=130, kv_tokens=140)
     result, _ = run_case(CaseRun(case, model_of(spec), CPU, 4))
     assert (result.status, result.problem) == ("passed", "")
+
+
+TWO_CACHES = {"topk": 64, "extra_kv": {"format": "v41_fp4", "topk": 64}}
+EXTRA = ExtraCase(90, 50, 3, lengths=Lengths.PER_TOKEN)
+
+
+def two_caches(defect=""):
+    spec = DeploymentSpec(model="v41", heads=5, archs=["sm_90a"], ops=["sparse_decode"], **TWO_CACHES)
+    return model_of(spec, defect)
+
+
+@pytest.mark.parametrize("values", list(Values))
+def test_two_caches_pass(values):
+    ids = Ids.SHARED if values in (Values.RAMP_UP, Values.RAMP_DOWN) else Ids.RANDOM
+    case = replace(SMALL, values=values, ids=ids, extra=replace(EXTRA, ids=ids))
+    result, _ = run_case(CaseRun(case, two_caches(), CPU, 4))
+    assert (result.status, result.problem) == ("passed", "")
+
+
+@pytest.mark.parametrize(
+    "defect",
+    ["ignores the second cache", "ignores its length", "drops its last column", "takes its length for the other's"],
+)
+def test_a_second_cache_that_is_read_wrongly_is_found(defect):
+    last = replace(EXTRA, ids=Ids.LAST_VALID, lengths=Lengths.NONE)
+    case = replace(SMALL, extra=last if defect == "drops its last column" else EXTRA)
+    assert run_case(CaseRun(case, two_caches(), CPU, 4))[0].status == "passed"
+    assert run_case(CaseRun(case, two_caches(defect), CPU, 4))[0].status == "failed"
+
+
+@pytest.mark.parametrize("tier", case_lists.TIERS)
+def test_cases_of_two_caches_are_those_of_one_with_a_second_and_some_more(tier):
+    one, two = decode_cases(tier, 64, 656), decode_cases(tier, 64, 656, two_caches=True)
+    assert {c.name for c in one} < {c.name for c in two} and len({c.name for c in two}) == len(two)
+    assert {c.name.split(".")[0] for c in two} - {c.name.split(".")[0] for c in one} == {"extra"}
+    with_both = [c for c in two if c.extra]
+    assert len(with_both) > len(two) / 2 and any(not c.extra for c in two)
+    assert {c.extra.page_size for c in with_both} >= {1, 2, 5, 64, 69, 123}
+    assert {c.extra.lengths for c in with_both} == set(Lengths)
+    for case in with_both:
+        tiles = -(-case.topk // 64) + -(-case.extra_topk // 64)
+        assert (case.num_splits or 1) <= tiles
 
 
 def test_the_same_seed_draws_the_same_and_another_seed_does_not():
@@ -409,10 +468,7 @@ def test_index_checks_are_refused(monkeypatch):
         run_check("v32_h16")
 
 
-def test_shipped_specs_have_cases_or_say_why_not():
-    for name in shipped_specs():
-        spec = load_spec(name)
-        try:
-            assert cases_of(spec, spec.archs[0], "quick")
-        except SpecError as error:
-            assert "not built yet" in str(error)
+@pytest.mark.parametrize("name", shipped_specs())
+def test_shipped_specs_have_cases(name):
+    spec = load_spec(name)
+    assert cases_of(spec, spec.archs[0], "quick")

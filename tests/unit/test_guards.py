@@ -12,11 +12,10 @@ from guard_trips import TRIPS
 import dsagen
 from dsagen.arch import arch
 from dsagen.errors import GuardError
-from dsagen.families.sparse_decode.family import FAMILY, plan_main
-from dsagen.families.sparse_decode.geometry import Geometry, encoding_of, fitting_geometry
+from dsagen.families.sparse_decode.family import FAMILY, plan_main, variant_caches
+from dsagen.families.sparse_decode.geometry import Geometry, fitting_geometry
 from dsagen.family import families
 from dsagen.guard import Guard, check, failures
-from dsagen.kv_format import kv_format
 from dsagen.limits import BUILD_GUARDS, CALL_RULES, LOAD_GUARDS
 from dsagen.plan import Variant
 from dsagen.render import render
@@ -33,7 +32,7 @@ MAIN = Variant(
 )
 
 
-FITTING = fitting_geometry(kv_format("v32"), encoding_of(kv_format("v32")), 16, arch("sm_90a"))
+FITTING = fitting_geometry(variant_caches(MAIN), 16, arch("sm_90a"))
 
 
 def test_every_guard_has_a_trip_and_one_id() -> None:

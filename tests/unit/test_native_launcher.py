@@ -19,6 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from dsagen.errors import DeviceError, DsagenError, GuardError
 from dsagen.runtime.api import Kernels
 from dsagen.runtime.launch import OpLaunches
+from dsagen.runtime.sparse_decode import DecodeTensors
+from dsagen.runtime.torch_ops import SCHEMAS
 from dsagen.spec import load_spec
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C compiler")
@@ -57,6 +59,53 @@ def decode(num_splits, **changes):
 
 def decode_without(*names):
     return lambda: {name: tensor for name, tensor in decode_tensors().items() if name not in names}
+
+
+def paged(columns, page, dtype=torch.uint8, padding=0):
+    """A pool with `padding` bytes behind each page."""
+    size = page * columns + padding
+    return torch.zeros(PAGES * size, dtype=dtype).as_strided((PAGES, page, 1, columns), (size, columns, columns, 1))
+
+
+def two_caches():
+    """V4: rotary dims lie behind the codes of a page, so the kernel gets an address inside of each pool."""
+    return {
+        "q": torch.randn(BATCH, S_Q, HEADS, 512).bfloat16(),
+        "k_cache": paged(584, 64, padding=64),
+        "indices": ints(BATCH, S_Q, 100),
+        "topk_length": ints(BATCH),
+        "attn_sink": torch.zeros(HEADS),
+        "extra_k_cache": paged(584, 2, padding=16),
+        "extra_indices": ints(BATCH, S_Q, 300),
+        "extra_topk_length": ints(BATCH),
+        "out": torch.zeros(BATCH, S_Q, HEADS, 512, dtype=torch.bfloat16),
+        "lse": torch.zeros(BATCH, HEADS, S_Q),
+    }
+
+
+def one_of_two_caches():
+    return {name: tensor for name, tensor in two_caches().items() if not name.startswith("extra_")}
+
+
+def two_tensors():
+    return {
+        "q": torch.randn(BATCH, S_Q, HEADS, 576).bfloat16(),
+        "k_cache": paged(512, PAGE, torch.bfloat16),
+        "kpe_cache": paged(64, PAGE, torch.bfloat16),
+        "indices": ints(BATCH, S_Q, 300),
+        "out": torch.zeros(BATCH, S_Q, HEADS, 512, dtype=torch.bfloat16),
+        "lse": torch.zeros(BATCH, HEADS, S_Q),
+    }
+
+
+def planned(topk, extra_topk, num_splits):
+    def prepare(kernels, workspace):
+        plan = kernels.plan_sparse_decode(
+            BATCH, S_Q, topk, extra_topk=extra_topk, num_splits=num_splits, workspace=workspace
+        )
+        return lambda tensors: kernels.sparse_decode(**tensors, plan=plan)
+
+    return prepare
 
 
 def topk_tensors(width, rows=3):
@@ -111,6 +160,10 @@ CALLS = {
     "decode": (DECODE, 128, decode_tensors, decode(1)),
     "decode split": (DECODE, 128, decode_tensors, decode(2, softmax_scale=0.25)),
     "decode few": (DECODE, 128, decode_without("topk_length", "attn_sink"), decode(2)),
+    "decode two caches": ("v4_h16", 128, two_caches, planned(100, 300, 1)),
+    "decode two caches split": ("v4_h16", 128, two_caches, planned(100, 300, 2)),
+    "decode one of two caches": ("v4_h16", 128, one_of_two_caches, planned(100, 0, 1)),
+    "decode two tensors": ("contest_h16", 128, two_tensors, planned(300, 0, 1)),
     "topk": (TOPK_SPEC, 60, topk_tensors(500), topk_plain),
     "topk many": (TOPK_SPEC, 60, topk_tensors(20_000, rows=140), topk_plain),
     "topk planned": (TOPK_SPEC, 60, topk_tensors(500), topk_planned(500)),
@@ -205,9 +258,13 @@ def test_outputs_that_cannot_be_had_leave_the_call_to_the_checks(name, monkeypat
 
 
 def test_every_op_is_among_those_that_are_compared():
-    ops = {"sparse_decode", "topk", "kv_write", "kv_read", "kv_convert"}
-    assert ops == {name for name in vars(Kernels) | vars(Kernels.__mro__[1]) | vars(Kernels.__mro__[2])
-                   if name in ops}  # fmt: skip
+    assert {name.removesuffix("_out") for name in SCHEMAS} == {
+        "sparse_decode",
+        "topk",
+        "kv_write",
+        "kv_read",
+        "kv_convert",
+    }
     assert {name.split()[0] for name in CALLS} == {"decode", "topk", "write", "read", "convert"}
 
 
@@ -293,7 +350,7 @@ def test_parameters_without_grad_and_equal_scalars_are_repeated():
     _, kernels = make(NativeFakeDriver, DECODE)
     plan, tensors = kernels.plan_sparse_decode(BATCH, S_Q, TOPK), decode_tensors()
     kernels.sparse_decode(**tensors, plan=plan, softmax_scale=0.5)
-    call = [tensors[name] for name in ("q", "k_cache", "indices", "topk_length", "attn_sink", "out", "lse")]
+    call = [tensors.get(name) for name in DecodeTensors._fields]
     assert plan.repeat(*call, 1.0 / 2) is True
     call[4] = torch.nn.Parameter(call[4], requires_grad=False)
     assert plan.repeat(*call, 0.5) is True
@@ -302,14 +359,14 @@ def test_parameters_without_grad_and_equal_scalars_are_repeated():
     # A number of another type is another call, though it be equal.
     kernels.sparse_decode(**tensors, plan=plan, softmax_scale=1)
     assert plan.repeat(*call, 1) and not plan.repeat(*call, 1.0) and not plan.repeat(*call, True)
-    with pytest.raises(TypeError, match="repeat takes 7 tensors and 1 scalars, got 2 values"):
+    with pytest.raises(TypeError, match="repeat takes 12 tensors and 1 scalars, got 2 values"):
         plan.repeat(*call[:2])
 
 
 def test_a_plan_repeats_on_its_stream_only():
     driver, kernels = make(NativeFakeDriver, DECODE)
     plan, tensors = kernels.plan_sparse_decode(BATCH, S_Q, TOPK), decode_tensors()
-    call = [tensors[name] for name in ("q", "k_cache", "indices", "topk_length", "attn_sink", "out", "lse")]
+    call = [tensors.get(name) for name in DecodeTensors._fields]
     assert plan.repeat(*call, None) is False
     kernels.sparse_decode(**tensors, plan=plan)
     assert plan.repeat(*call, None) is True

@@ -159,7 +159,7 @@ def test_sizes_out_of_range_are_named(sizes, splits, named):
 
 
 def judge(batch=1, topk=2048, num_splits=None, plans=(PLAN,)):
-    return candidates(plans, DecodeShape(batch, 1, 16, topk), 2048, 132, "off", num_splits)
+    return candidates(plans, DecodeShape(batch, 1, 16, topk), (2048, 0), 132, "off", num_splits)
 
 
 def test_choice_refuses_what_the_guards_refuse():
@@ -184,7 +184,7 @@ def test_explain_shows_guards_partition_and_that_it_is_untuned():
     shape = DecodeShape(1, 1, 16, 2048)
     text = explain_choice(judge(), shape)
     assert f"chosen: {PLAN.slug}" in text
-    assert "[SD-04] num_splits == 1 or" in text
+    assert "[SD-04] num_splits <= all_tiles" in text
     assert "untuned" in text
     assert "workspace: " in text
     assert "untuned" not in explain_choice(judge(num_splits=2), shape)

@@ -326,7 +326,7 @@ class StandIn:
 
 def test_plan_cache_drops_the_least_recently_used():
     cache = PlanCache(max_plans=2, max_workspace_bytes=100)
-    keys = [PlanKey(batch, 1, 1, 0, 0) for batch in range(5)]
+    keys = [PlanKey(batch, 1, 1, 0, 0, 0) for batch in range(5)]
     plans = [StandIn(size) for size in (10, 10, 10, 95, 1000)]
     cache.add(keys[0], plans[0])
     cache.add(keys[1], plans[1])

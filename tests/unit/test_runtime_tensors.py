@@ -8,7 +8,7 @@ from fake_driver import FakeDriver, fake_cubins
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dsagen.errors import GuardError
-from dsagen.families.sparse_decode.guards import LAUNCH_GUARDS
+from dsagen.families.sparse_decode.guards import LAUNCH_GUARDS, POOL_GUARDS, SAME_PAGES_GUARD
 from dsagen.runtime.api import Kernels
 from dsagen.runtime.tensors import require_separate_elements
 from dsagen.spec import load_spec
@@ -118,9 +118,9 @@ WRONG = [
     ("k_cache", lambda t: torch.zeros(PAGES, PAGE, 1, 1312, dtype=torch.uint8)[..., ::2], "[T-07] k_cache: last dim"),
     ("k_cache", lambda t: pool(PAGE * 656 + 8), "[SD-11] k_cache: base address"),
     ("k_cache", lambda t: pool(PAGE * 656, shift=8), "[SD-11] k_cache: base address"),
-    ("k_cache", lambda t: pool(PAGE * 672, row_stride_bytes=672), "[SD-12] k_cache: row stride 672 B"),
-    ("k_cache", lambda t: pool(PAGE * 656 - 656), "[SD-12] k_cache: row stride 656 B and page stride 9840 B"),
-    ("k_cache", lambda t: t[:1].expand(4, -1, -1, -1), "[SD-12] k_cache: row stride 656 B and page stride 0 B"),
+    ("k_cache", lambda t: pool(PAGE * 672, row_stride_bytes=672), "[SD-12] k_cache: token stride 672 B"),
+    ("k_cache", lambda t: pool(PAGE * 656 - 656), "[SD-12] k_cache: token stride 656 B and page stride 9840 B"),
+    ("k_cache", lambda t: t[:1].expand(4, -1, -1, -1), "[SD-12] k_cache: token stride 656 B and page stride 0 B"),
     ("k_cache", lambda t: t[:0], "[SD-10] k_cache: 0 pages of 16 tokens"),
     ("k_cache", lambda t: t[:, :0], "[SD-10] k_cache: 4 pages of 0 tokens"),
     ("attn_sink", lambda t: torch.zeros(2 * H)[::2], "[T-07] attn_sink: last dim has stride 2"),
@@ -167,9 +167,10 @@ def test_what_the_table_changes_is_all_that_is_wrong(kernels):
 
 
 def test_every_launch_guard_has_a_case():
-    # SD-04 and SD-08 are tripped in test_op, SD-09 by the test below.
-    tripped = {message.split("]")[0].strip("[") for _, _, message in WRONG} | {"SD-04", "SD-08", "SD-09"}
-    assert {guard.guard_id for guard in LAUNCH_GUARDS} <= tripped
+    # SD-04 and SD-08 are tripped in test_op, SD-09 by the test below, SD-16 and SD-17 in test_runtime_two_caches.
+    elsewhere = {"SD-04", "SD-08", "SD-09", "SD-16", "SD-17"}
+    tripped = {message.split("]")[0].strip("[") for _, _, message in WRONG} | elsewhere
+    assert {guard.guard_id for guard in (*LAUNCH_GUARDS, *POOL_GUARDS, SAME_PAGES_GUARD)} <= tripped
 
 
 def test_a_pool_past_int32_ids_is_refused(kernels):

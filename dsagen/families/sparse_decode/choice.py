@@ -11,7 +11,18 @@ from dsagen.families.sparse_decode.op import DecodePartition, DecodeShape, Deter
 from dsagen.guard import Guard
 from dsagen.plan import KernelPlan
 
-_SHAPE_NAMES = frozenset({"num_splits", "tile_tokens", "topk", "topk_capacity", "main_ctas", "combine_ctas"})
+_SHAPE_NAMES = frozenset(
+    {
+        "num_splits",
+        "all_tiles",
+        "topk",
+        "topk_capacity",
+        "extra_topk",
+        "extra_topk_capacity",
+        "main_ctas",
+        "combine_ctas",
+    }
+)
 # Guards that a shape and a partition decide; the others read tensors.
 SHAPE_GUARDS: tuple[Guard, ...] = tuple(guard for guard in LAUNCH_GUARDS if _SHAPE_NAMES.issuperset(guard.names))
 TENSOR_GUARDS: tuple[Guard, ...] = tuple(guard for guard in LAUNCH_GUARDS if guard not in SHAPE_GUARDS)
@@ -30,12 +41,12 @@ class Candidate:
 def candidates(
     plans: Sequence[KernelPlan],
     shape: DecodeShape,
-    topk_capacity: int,
+    capacities: tuple[int, int],
     sm_count: int,
     determinism: Determinism,
     num_splits: int | None = None,
 ) -> tuple[Candidate, ...]:
-    """Judge each main kernel, in the given order of preference."""
+    """Judge each main kernel, in the given order of preference; `capacities` are those of both caches' index rows."""
     judged = []
     for plan in plans:
         part = partition(shape, plan, sm_count, determinism, num_splits)
@@ -43,8 +54,11 @@ def candidates(
             "num_splits": part.num_splits,
             "tile_tokens": plan.constant("kTileTokens"),
             "all_tiles": part.row_tiles,
+            "columns": shape.topk + shape.extra_topk,
             "topk": shape.topk,
-            "topk_capacity": topk_capacity,
+            "topk_capacity": capacities[0],
+            "extra_topk": shape.extra_topk,
+            "extra_topk_capacity": capacities[1],
             "main_ctas": part.main_ctas,
             "combine_ctas": part.combine_ctas,
         }
@@ -66,7 +80,8 @@ def choose(judged: Sequence[Candidate]) -> Candidate:
 
 def explain_choice(judged: Sequence[Candidate], shape: DecodeShape) -> str:
     """What was weighed and what came of it, for people."""
-    lines = [f"shape: batch {shape.batch}, s_q {shape.s_q}, heads {shape.heads}, topk {shape.topk}", "candidates:"]
+    width = f"topk {shape.topk}" + (f" + {shape.extra_topk} of the second cache" if shape.extra_topk else "")
+    lines = [f"shape: batch {shape.batch}, s_q {shape.s_q}, heads {shape.heads}, {width}", "candidates:"]
     for candidate in judged:
         lines.append(f"  {candidate.plan.slug}: {'refused' if candidate.refusals else 'fits'}")
         lines += [f"    {_guard_row(guard, candidate)}" for guard in SHAPE_GUARDS]

@@ -8,22 +8,19 @@ from dsagen.arch import MAX_REGISTERS_PER_THREAD, Arch
 from dsagen.arch import arch as arch_row
 from dsagen.families.sparse_decode.geometry import (
     STAGE_TOKENS,
-    Encoding,
     Geometry,
-    encoding_of,
     fitting_geometry,
     heads_per_cta,
-    odd_pitch_bytes,
     probability_pitch_bytes,
     query_pitch_bytes,
-    row_bytes,
     smem_fields,
 )
 from dsagen.families.sparse_decode.guards import ARGUMENT_GUARDS, LAUNCH_GUARDS, PLAN_GUARDS
-from dsagen.families.sparse_decode.params import COMBINE_PARAMS, MAIN_PARAMS
+from dsagen.families.sparse_decode.params import COMBINE_PARAMS, main_params
+from dsagen.families.sparse_decode.rows import Caches, cache_rows
 from dsagen.family import Cell
 from dsagen.guard import Guard, check
-from dsagen.kv_format import KvFormat, kv_format
+from dsagen.kv_format import kv_format
 from dsagen.plan import KernelPlan, TypeAlias, Variant, checked, lay_out_params, round_up
 
 if TYPE_CHECKING:
@@ -32,11 +29,9 @@ if TYPE_CHECKING:
 NAME = "sparse_decode"
 BODY = "mma_sync"
 COMBINE_REGISTERS = 128
-# Log2 units by which a score may exceed the softmax reference before the reference is raised. bf16 and fp32 have the
-# range for far more; this leaves it to the scales.
-LAZY_THRESHOLD = 16.0
-
 _MAIN_BODY = "sparse_decode::MmaSync<Constants, SharedStorage, Encoding, RowCopy, Params>"
+_TWO_FORMATS_BODY = _MAIN_BODY.replace("Params>", "Params, ExtraEncoding, ExtraRowCopy>")
+_ROW, _EXTRA_ROW = "Constants", "sparse_decode::ExtraRow<Constants>"
 _ROW_COPY_HEADERS = {False: "prims/tile/copy_rows_async.cuh", True: "prims/tile/copy_rows_bulk.cuh"}
 # A plan guard's names in the generated unit; names that are not here are printed as numbers.
 _C_NAMES = {
@@ -61,20 +56,16 @@ class SparseDecode:
 
     def expand(self, spec: DeploymentSpec, arch: Arch) -> tuple[Cell, ...]:
         """The main kernel and the combine; both are refused when the spec needs what is not built."""
-        refusals = _refusals(spec)
-        fmt = kv_format(spec.kv.format_id)
-        encoding = encoding_of(fmt)
-        if isinstance(encoding, str):
-            refusals.append(encoding)
-        if refusals:
-            return tuple(Cell(NAME, role, arch.name, None, "; ".join(refusals)) for role in ("main", "combine"))
-        assert isinstance(encoding, Encoding)
-        heads_n = heads_per_cta(fmt, encoding, spec.heads, arch)
+        caches = caches_of(spec.kv.format_id, spec.extra_kv.format_id if spec.extra_kv else None)
+        if isinstance(caches, str):
+            return tuple(Cell(NAME, role, arch.name, None, caches) for role in ("main", "combine"))
+        heads_n = heads_per_cta(caches, spec.heads, arch)
         if heads_n is None:
-            reason = f"{fmt.format_id}: not even 8 heads and two 16-token stages fit {arch.smem_optin_bytes} B"
+            formats = " with ".join(rows.record.format_id for rows in caches.each)
+            reason = f"{formats}: not even 8 heads and two 32-token stages fit {arch.smem_optin_bytes} B"
             return (Cell(NAME, "main", arch.name, None, reason),)
-        main = Variant(NAME, "main", BODY, arch.name, _main_axes(fmt, heads_n, arch))
-        combine = Variant(NAME, "combine", "portable", arch.name, (("dv", fmt.d_v),))
+        main = Variant(NAME, "main", BODY, arch.name, main_axes(caches, heads_n, arch))
+        combine = Variant(NAME, "combine", "portable", arch.name, (("dv", caches.d_v),))
         return (Cell(NAME, "main", arch.name, main), Cell(NAME, "combine", arch.name, combine))
 
     def plan(self, variant: Variant) -> KernelPlan:
@@ -85,18 +76,34 @@ class SparseDecode:
 FAMILY = SparseDecode()
 
 
-def _refusals(spec: DeploymentSpec) -> list[str]:
-    """What the spec declares and this family does not build yet."""
-    if spec.extra_kv is None:
-        return []
-    return [f"extra_kv ({spec.extra_kv.format_id}): a second cache in the same softmax is not built yet"]
+def caches_of(format_id: str, extra_format_id: str | None = None) -> Caches | str:
+    """The rows of one or two formats as a kernel sees them, or why none reads them."""
+    main = cache_rows(kv_format(format_id))
+    extra = None if extra_format_id is None else cache_rows(kv_format(extra_format_id))
+    if isinstance(main, str):
+        return main
+    return extra if isinstance(extra, str) else Caches(main, extra)
 
 
-def _main_axes(fmt: KvFormat, heads_n: int, arch: Arch) -> tuple[tuple[str, str | int], ...]:
+def variant_caches(variant: Variant) -> Caches:
+    """The rows that a main kernel reads; ValueError for a format without an encoding."""
+    extra = dict(variant.axes).get("xkv")
+    caches = caches_of(str(variant.axis("kv")), None if extra is None else str(extra))
+    if isinstance(caches, str):
+        raise ValueError(caches)
+    return caches
+
+
+def main_axes(caches: Caches, heads_n: int, arch: Arch) -> tuple[tuple[str, str | int], ...]:
+    """The compile-time axes of a main kernel."""
+    # Row bytes, placement and scale kind: loads and operand recipes.
+    kv: tuple[tuple[str, str | int], ...] = (("kv", caches.main.record.format_id),)
+    if caches.extra is not None:
+        kv += (("xkv", caches.extra.record.format_id),)  # the same of the second cache, and a list of its own
     return (
-        ("kv", fmt.format_id),  # row bytes, placement and scale kind: loads and operand recipes
-        ("dqk", fmt.d_qk),  # length of the score loop
-        ("dv", fmt.d_v),  # output registers
+        *kv,
+        ("dqk", caches.d_qk),  # length of the score loop
+        ("dv", caches.d_v),  # output registers
         ("n", heads_n),  # MMA columns, registers and shared memory
         ("smem", arch.smem_class),  # stages and tile
     )
@@ -104,14 +111,13 @@ def _main_axes(fmt: KvFormat, heads_n: int, arch: Arch) -> tuple[tuple[str, str 
 
 def plan_main(variant: Variant, geometry: Geometry | None = None) -> KernelPlan:
     """The main kernel's plan; `geometry` overrides the preferred one (for measuring others)."""
-    arch, fmt = arch_row(variant.arch), kv_format(str(variant.axis("kv")))
-    encoding = encoding_of(fmt)
-    if isinstance(encoding, str):
-        raise ValueError(encoding)
+    arch, caches = arch_row(variant.arch), variant_caches(variant)
     heads_n = variant.axis_int("n")
-    chosen = geometry or fitting_geometry(fmt, encoding, heads_n, arch) or Geometry(heads_n, 32, 2)
-    fields, smem_bytes = smem_fields(fmt, encoding, chosen)
-    params, params_bytes = lay_out_params(MAIN_PARAMS)
+    chosen = geometry or fitting_geometry(caches, heads_n, arch) or Geometry(heads_n, 32, 2)
+    fields, smem_bytes = smem_fields(caches, chosen)
+    has_part, has_extra = caches.main.part_bytes > 0, caches.extra is not None
+    extra_has_part = caches.extra is not None and caches.extra.part_bytes > 0
+    params, params_bytes = lay_out_params(main_params(has_part, has_extra, extra_has_part))
     threads = chosen.threads
     registers_cap = compiled_registers(threads, arch)
     values = {
@@ -128,18 +134,14 @@ def plan_main(variant: Variant, geometry: Geometry | None = None) -> KernelPlan:
         "compiled_registers": registers_cap * threads,
         "spare_heads": chosen.score_warps * 16 * chosen.warp_blocks // chosen.tile_tokens,
         "heads_n": heads_n,
-        "row_bytes": row_bytes(fmt),
-        "row_pitch_bytes": odd_pitch_bytes(row_bytes(fmt)),
+        "row_bytes": caches.main.row_bytes,
+        "row_pitch_bytes": caches.main.pitch_bytes,
     }
     check(PLAN_GUARDS, values, variant.slug)
     return KernelPlan(
         variant=variant,
-        constants=_main_constants(fmt, chosen, registers_cap),
-        types=(
-            TypeAlias("Encoding", encoding.cpp, encoding.header),
-            TypeAlias("RowCopy", "tile::RowCopy<Constants>", _ROW_COPY_HEADERS[chosen.bulk]),
-            TypeAlias("Body", _MAIN_BODY, "sparse_decode/mma_sync.cuh"),
-        ),
+        constants=_main_constants(caches, chosen, registers_cap),
+        types=_main_types(caches, chosen),
         threads=threads,
         min_blocks_per_sm=1,
         registers_cap=registers_cap,
@@ -150,7 +152,7 @@ def plan_main(variant: Variant, geometry: Geometry | None = None) -> KernelPlan:
         grid="batch * s_q * num_splits * head_groups",
         overlaps_previous=False,
         guards=checked(PLAN_GUARDS, values, _C_NAMES),
-        budget=_budget(fmt, encoding, chosen, smem_bytes, arch, registers_cap),
+        budget=_budget(caches, chosen, smem_bytes, arch, registers_cap),
         moves_registers=chosen.registers is not None,
     )
 
@@ -170,9 +172,22 @@ def moved_registers(geometry: Geometry) -> int:
     return 32 * (value * geometry.value_warps + score * geometry.score_warps + producer * producers)
 
 
-def _main_constants(fmt: KvFormat, g: Geometry, registers: int) -> tuple[tuple[str, int | float], ...]:
-    rope = fmt.segment("rope") if fmt.has_segment("rope") else None
-    nope_dims = fmt.d_qk - rope.count if rope else fmt.d_qk
+def _main_types(caches: Caches, g: Geometry) -> tuple[TypeAlias, ...]:
+    copy = _ROW_COPY_HEADERS[g.bulk]
+    types = [
+        TypeAlias("Encoding", caches.main.encoding.cpp(_ROW), caches.main.encoding.header),
+        TypeAlias("RowCopy", f"tile::RowCopy<{_ROW}>", copy),
+    ]
+    if caches.extra is not None and caches.two_formats:
+        types += [
+            TypeAlias("ExtraEncoding", caches.extra.encoding.cpp(_EXTRA_ROW), caches.extra.encoding.header),
+            TypeAlias("ExtraRowCopy", f"tile::RowCopy<{_EXTRA_ROW}>", "sparse_decode/source.cuh"),
+        ]
+    body = _TWO_FORMATS_BODY if caches.two_formats else _MAIN_BODY
+    return (*types, TypeAlias("Body", body, "sparse_decode/mma_sync.cuh"))
+
+
+def _main_constants(caches: Caches, g: Geometry, registers: int) -> tuple[tuple[str, int | float], ...]:
     return (
         ("kTileTokens", g.tile_tokens),
         ("kStageTokens", STAGE_TOKENS),
@@ -188,33 +203,36 @@ def _main_constants(fmt: KvFormat, g: Geometry, registers: int) -> tuple[tuple[s
         ("kScoreRegisters", g.registers[1] if g.registers else 0),
         ("kProducerRegisters", g.registers[2] if g.registers else 0),
         ("kHeads", g.heads_n),
-        ("kNopeDims", nope_dims),
-        ("kRopeDims", fmt.d_qk - nope_dims),
-        ("kRopeOffsetBytes", rope.offset_bytes if rope else 0),
-        ("kValueDims", fmt.d_v),
-        ("kRowBytes", row_bytes(fmt)),
-        ("kRowPitchBytes", odd_pitch_bytes(row_bytes(fmt))),
-        ("kQueryPitchBytes", query_pitch_bytes(fmt)),
+        ("kSources", 1 if caches.extra is None else 2),
+        *caches.main.constants(),
+        *(caches.extra.constants("kExtra") if caches.extra is not None and caches.two_formats else ()),
+        ("kValueDims", caches.d_v),
+        ("kQueryPitchBytes", query_pitch_bytes(caches.d_qk)),
         ("kProbabilityPitchBytes", probability_pitch_bytes(g.heads_n)),
-        ("kLazyThreshold", LAZY_THRESHOLD),
+        ("kLazyThreshold", min(rows.encoding.lazy_threshold for rows in caches.each)),
     )
 
 
 def _budget(
-    fmt: KvFormat, encoding: Encoding, g: Geometry, smem_bytes: int, arch: Arch, registers_cap: int
+    caches: Caches, g: Geometry, smem_bytes: int, arch: Arch, registers_cap: int
 ) -> tuple[tuple[str, str], ...]:
-    flops = 2 * g.heads_n * (fmt.d_qk + fmt.d_v)
-    output_registers = fmt.d_v * g.heads_n // (32 * g.value_warps)
+    flops = 2 * g.heads_n * (caches.d_qk + caches.d_v)
+    output_registers = caches.d_v * g.heads_n // (32 * g.value_warps)
     roles = f"{g.value_warps} value, {g.score_warps} score and {g.producers} producer warps"
     moved = f", after moving {g.registers[0]} / {g.registers[1]} / {g.registers[2]}" if g.registers else ""
     tile = f"tiles of {g.tile_tokens} tokens, {g.stages} stages of {STAGE_TOKENS} rows"
+    per_token = [(rows.record.format_id, rows.record.record_bytes) for rows in caches.each]
+    work = "; ".join(
+        f"{flops} FLOP, {size} B of cache{f' ({name})' if len(per_token) > 1 else ''}: {flops / size:.0f} FLOP/B"
+        for name, size in per_token
+    )
     return (
         ("shape", f"{g.heads_n} heads, {tile}, {roles}"),
         ("shared memory", f"{smem_bytes} of {arch.smem_optin_bytes} B"),
         ("registers", f"{registers_cap} a thread{moved}; {output_registers} of a value warp's hold the output"),
-        ("row buffers", f"{g.stages * STAGE_TOKENS * row_bytes(fmt)} B of rows"),
-        ("work per token", f"{flops} FLOP, {row_bytes(fmt)} B of cache: {flops / row_bytes(fmt):.0f} FLOP/B"),
-        ("probability copies", f"{encoding.probability_copies}"),
+        ("row buffers", f"{g.stages * STAGE_TOKENS * max(rows.image_bytes for rows in caches.each)} B of rows"),
+        ("work per token", work),
+        ("probability copies", f"{caches.probability_copies}"),
     )
 
 

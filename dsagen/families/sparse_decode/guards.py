@@ -57,9 +57,9 @@ LAUNCH_GUARDS: tuple[Guard, ...] = (
     Guard(
         "SD-04",
         "launch",
-        "num_splits == 1 or tile_tokens * (num_splits - 1) < topk",
-        "num_splits {num_splits}: {topk} index columns in tiles of {tile_tokens} tokens are {all_tiles} tiles, so at "
-        "least one split could never hold a token. Use num_splits <= {all_tiles}",
+        "num_splits <= all_tiles",
+        "num_splits {num_splits}: {columns} index columns in tiles of {tile_tokens} tokens are {all_tiles} tiles, so "
+        "at least one split could never hold a token. Use num_splits <= {all_tiles}",
     ),
     Guard(
         "SD-06",
@@ -67,6 +67,13 @@ LAUNCH_GUARDS: tuple[Guard, ...] = (
         "1 <= topk and topk <= topk_capacity",
         "indices: {topk} columns, the spec declares topk {topk_capacity}: pass 1..{topk_capacity} columns or raise "
         "`topk` in the spec",
+    ),
+    Guard(
+        "SD-16",
+        "launch",
+        "0 <= extra_topk and extra_topk <= extra_topk_capacity",
+        "extra_indices: {extra_topk} columns, the spec declares extra_kv.topk {extra_topk_capacity}: pass at most "
+        "{extra_topk_capacity} columns or raise it in the spec (without extra_kv there are 0)",
     ),
     Guard(
         "SD-07",
@@ -79,34 +86,6 @@ LAUNCH_GUARDS: tuple[Guard, ...] = (
         "launch",
         "main_ctas <= 2147483647 and combine_ctas <= 2147483647",
         "grid: {main_ctas} CTAs (combine {combine_ctas}) exceed 2147483647: use fewer splits or a smaller batch",
-    ),
-    Guard(
-        "SD-09",
-        "launch",
-        "pool_tokens <= 2147483647",
-        "k_cache: {pool_tokens} tokens cannot be addressed by int32 indices, at most 2147483647 can: pass a smaller "
-        "pool",
-    ),
-    Guard(
-        "SD-10",
-        "launch",
-        "pages >= 1 and 1 <= page_size and page_size <= 1073741824",
-        "k_cache: {pages} pages of {page_size} tokens: at least one page of 1..1073741824 tokens is needed",
-    ),
-    Guard(
-        "SD-11",
-        "launch",
-        "page_stride_bytes % 16 == 0 and row_stride_bytes % 16 == 0 and k_cache_address % 16 == 0",
-        "k_cache: base address {k_cache_address:#x}, page stride {page_stride_bytes} B and row stride "
-        "{row_stride_bytes} B must be multiples of 16 B: pad the pages",
-    ),
-    Guard(
-        "SD-12",
-        "launch",
-        "row_stride_bytes == io_row_stride_bytes and (pages == 1 or page_stride_bytes >= page_bytes)",
-        "k_cache: row stride {row_stride_bytes} B and page stride {page_stride_bytes} B do not hold pages of "
-        "{page_size} rows of {io_row_stride_bytes} B ({page_bytes} B): rows of a page must be adjacent and pages must "
-        "not overlap",
     ),
     Guard(
         "SD-13",
@@ -122,6 +101,45 @@ LAUNCH_GUARDS: tuple[Guard, ...] = (
         "out: address {out_address:#x} and strides ({out_stride_b}, {out_stride_s}, {out_stride_h}) elements: rows "
         "must start at multiples of 4 B, so strides must be even",
     ),
+)
+
+# Of each tensor of a cache, which the messages name.
+POOL_GUARDS: tuple[Guard, ...] = (
+    Guard(
+        "SD-09",
+        "launch",
+        "pool_tokens <= 2147483647",
+        "{name}: {pool_tokens} tokens cannot be addressed by int32 indices, at most 2147483647 can: pass a smaller "
+        "pool",
+    ),
+    Guard(
+        "SD-10",
+        "launch",
+        "pages >= 1 and 1 <= page_size and page_size <= 1073741824",
+        "{name}: {pages} pages of {page_size} tokens: at least one page of 1..1073741824 tokens is needed",
+    ),
+    Guard(
+        "SD-11",
+        "launch",
+        "page_stride_bytes % 16 == 0 and address % 16 == 0",
+        "{name}: base address {address:#x} and page stride {page_stride_bytes} B must be multiples of 16 B: pad the "
+        "pages",
+    ),
+    Guard(
+        "SD-12",
+        "launch",
+        "row_stride_bytes == token_bytes and (pages == 1 or page_stride_bytes >= page_bytes)",
+        "{name}: token stride {row_stride_bytes} B and page stride {page_stride_bytes} B do not hold pages of "
+        "{page_size} tokens of {token_bytes} B ({page_bytes} B): tokens of a page must be adjacent and pages must not "
+        "overlap",
+    ),
+)
+SAME_PAGES_GUARD = Guard(
+    "SD-17",
+    "launch",
+    "pages == other_pages and page_size == other_page_size",
+    "{name}: {pages} pages of {page_size} tokens, {other} has {other_pages} of {other_page_size}: both tensors of a "
+    "cache have the same pages",
 )
 
 # Of a call's sizes, before any kernel is weighed.
@@ -143,13 +161,20 @@ LENGTH_GUARD = Guard(
     "SD-21",
     "launch",
     "0 <= length and length <= topk",
-    "topk_length{place} = {length}: the index rows have {topk} columns, so lengths are 0..{topk} ({count} outside)",
+    "{name}{place} = {length}: the index rows have {topk} columns, so lengths are 0..{topk} ({count} outside)",
 )
 INDEX_GUARD = Guard(
     "SD-22",
     "launch",
     "token_id < pool_tokens",
-    "indices{place} = {token_id}: k_cache holds {pool_tokens} tokens, so ids are below {pool_tokens}, or negative for "
+    "{name}{place} = {token_id}: {cache} holds {pool_tokens} tokens, so ids are below {pool_tokens}, or negative for "
     "padding ({count} past it)",
 )
-ARGUMENT_GUARDS: tuple[Guard, ...] = (SIZE_GUARD, WORKSPACE_GUARD, LENGTH_GUARD, INDEX_GUARD)
+ARGUMENT_GUARDS: tuple[Guard, ...] = (
+    *POOL_GUARDS,
+    SAME_PAGES_GUARD,
+    SIZE_GUARD,
+    WORKSPACE_GUARD,
+    LENGTH_GUARD,
+    INDEX_GUARD,
+)

@@ -1,7 +1,8 @@
 """Launch arithmetic of sparse decode: head groups, splits, grids, workspace layout. No torch.
 
 CTA `i` of the main kernel handles item ((row x num_splits) + split) x head_groups + group, with row = b x s_q + s.
-Split `j` of S takes tiles j, j + S, j + 2S, ... of its index row, so that a padded tail spreads over all splits.
+Split `j` of S takes tiles j, j + S, j + 2S, ... of its index row, so that a padded tail spreads over all splits; the
+tiles of the second cache's index row follow those of the first.
 """
 
 from __future__ import annotations
@@ -29,12 +30,15 @@ _FP32_BYTES = 4
 
 @dataclass(frozen=True)
 class DecodeShape:
-    """Run-time shape of a call: `heads` query heads, `topk` columns of each index row."""
+    """Run-time shape of a call: `heads` query heads, `topk` columns of each index row, `extra_topk` of each row of the
+    second cache (0: it is left out).
+    """
 
     batch: int
     s_q: int
     heads: int
     topk: int
+    extra_topk: int = 0
 
     @property
     def rows(self) -> int:
@@ -89,14 +93,15 @@ def partition(
     row width, and `off` from the cost model. Raises GuardError for a size that is no whole number in range.
     """
     _require_sizes(shape, num_splits)
-    row_tiles = -(-shape.topk // main_plan.constant("kTileTokens"))
+    main_tiles, extra_tiles = tiles_of(shape, main_plan)
+    row_tiles = main_tiles + extra_tiles
     head_groups = -(-shape.heads // main_plan.variant.axis_int("n"))
     group_heads = -(-shape.heads // head_groups)
     untuned = False
     if num_splits is not None:
         why = "given by the caller"
     elif determinism == "batch_invariant":
-        num_splits = batch_invariant_splits(shape.topk, row_tiles)
+        num_splits = batch_invariant_splits(shape.topk + shape.extra_topk, row_tiles)
         why = f"batch invariant: one split per {BATCH_INVARIANT_SPLIT_TOKENS} index columns, whatever the batch"
     else:
         load = split_load(shape, main_plan, sm_count, row_tiles, head_groups)
@@ -105,16 +110,26 @@ def partition(
     return _lay_out(shape, main_plan, row_tiles, head_groups, group_heads, num_splits, why, untuned)
 
 
+def tiles_of(shape: DecodeShape, main_plan: KernelPlan) -> tuple[int, int]:
+    """Tiles of an index row of the main cache, and of the second one."""
+    tile_tokens = main_plan.constant("kTileTokens")
+    return -(-shape.topk // tile_tokens), -(-shape.extra_topk // tile_tokens)
+
+
 def split_load(shape: DecodeShape, main_plan: KernelPlan, sm_count: int, row_tiles: int, head_groups: int) -> SplitLoad:
-    """What the cost model reads, for a shape and a kernel."""
+    """What the cost model reads, for a shape and a kernel; a tile is the mean of both caches' tiles."""
     variant = main_plan.variant
     tile_tokens, d_v = main_plan.constant("kTileTokens"), variant.axis_int("dv")
-    tile_bytes = tile_tokens * kv_format(str(variant.axis("kv"))).io_stride_bytes
     tile_flops = 2 * tile_tokens * variant.axis_int("n") * (variant.axis_int("dqk") + d_v)
+    times = [
+        count * tile_time_us(tile_tokens * kv_format(str(variant.axis(axis))).record_bytes, tile_flops)
+        for axis, count in zip(("kv", "xkv"), tiles_of(shape, main_plan), strict=True)
+        if count
+    ]
     return SplitLoad(
         units=shape.rows * head_groups,
         row_tiles=row_tiles,
-        tile_us=tile_time_us(tile_bytes, tile_flops),
+        tile_us=sum(times) / row_tiles,
         sm_count=sm_count,
         resident_ctas=resident_ctas(main_plan),
         partial_bytes=shape.rows * shape.heads * d_v * _FP32_BYTES,
@@ -123,6 +138,7 @@ def split_load(shape: DecodeShape, main_plan: KernelPlan, sm_count: int, row_til
 
 def _require_sizes(shape: DecodeShape, num_splits: int | None) -> None:
     sizes = {"batch": (shape.batch, 0), "s_q": (shape.s_q, 0), "heads": (shape.heads, 1), "topk": (shape.topk, 1)}
+    sizes["extra_topk"] = (shape.extra_topk, 0)
     if num_splits is not None:
         sizes["num_splits"] = (num_splits, 1)
     for name, (value, least) in sizes.items():

@@ -23,33 +23,74 @@ _SIZES = (
     ParamField("num_splits", "i32", "splits of an index row; 1 writes out and lse, more write partials"),
 )
 
-MAIN_PARAMS: tuple[ParamField, ...] = (
+_QUERY = (
     ParamField("q", "pointer", "bf16 [batch, s_q, heads, d_qk], last dim contiguous", "const u16"),
     ParamField("q_stride_b", "i64", "stride of batch"),
     ParamField("q_stride_s", "i64", "stride of s_q"),
     ParamField("q_stride_h", "i64", "stride of heads"),
-    ParamField("kv", "pointer", "cache pool", "const u8"),
-    ParamField("page_stride_bytes", "i64", "distance between pages"),
-    ParamField("row_stride_bytes", "i64", "distance between tokens of a page"),
-    ParamField("page_multiplier", "u64", "division by page_size: ceil(2^(31 + shift) / page_size)"),
-    ParamField("page_shift", "u32", "ceil(log2(page_size))"),
-    ParamField("page_size", "u32", "tokens of a page"),
-    ParamField("pool_tokens", "u32", "pages x page_size; ids at or past it are masked"),
+)
+_GROUPS = (
     ParamField("head_groups", "i32", "CTAs that share a query token's heads"),
     ParamField("group_heads", "i32", "heads of a group; the last group may have fewer"),
-    ParamField("topk", "i32", "columns of an index row"),
-    ParamField("indices", "pointer", "int32 [batch, s_q, topk], page x page_size + slot, negative: none", "const i32"),
-    ParamField("indices_stride_b", "i64", "stride of batch"),
-    ParamField("indices_stride_s", "i64", "stride of s_q"),
-    ParamField("topk_length", "pointer", "int32 live columns of a row, or null", "const i32"),
-    ParamField("length_stride_b", "i64", "stride of batch"),
-    ParamField("length_stride_s", "i64", "stride of s_q; 0 for one length per request"),
-    ParamField("scale_log2", "f32", "softmax scale x log2(e)"),
-    *_SIZES,
-    *_OUTPUT,
+)
+_PARTIALS = (
     ParamField("lse_accum", "pointer", "fp32 [batch x s_q, num_splits, heads] base-2 partial lse", "float"),
     ParamField("o_accum", "pointer", "fp32 [batch x s_q, num_splits, heads, d_v] partial outputs", "float"),
 )
+
+
+def _pool(prefix: str) -> tuple[ParamField, ...]:
+    """Arguments of a cache; `extra_` in front of those of the second one."""
+    return (
+        ParamField(f"{prefix}kv", "pointer", "cache pool", "const u8"),
+        ParamField(f"{prefix}page_stride_bytes", "i64", "distance between pages"),
+        ParamField(f"{prefix}row_stride_bytes", "i64", "distance between tokens of a page"),
+        ParamField(f"{prefix}page_multiplier", "u64", "division by page_size: ceil(2^(31 + shift) / page_size)"),
+        ParamField(f"{prefix}page_shift", "u32", "ceil(log2(page_size))"),
+        ParamField(f"{prefix}page_size", "u32", "tokens of a page"),
+        ParamField(f"{prefix}pool_tokens", "u32", "pages x page_size; ids at or past it are masked"),
+    )
+
+
+def _lists(prefix: str) -> tuple[ParamField, ...]:
+    """Arguments of a cache's index rows."""
+    indices = f"int32 [batch, s_q, {prefix}topk], page x page_size + slot, negative: none"
+    return (
+        ParamField(f"{prefix}topk", "i32", "columns of an index row"),
+        ParamField(f"{prefix}indices", "pointer", indices, "const i32"),
+        ParamField(f"{prefix}indices_stride_b", "i64", "stride of batch"),
+        ParamField(f"{prefix}indices_stride_s", "i64", "stride of s_q"),
+        ParamField(f"{prefix}topk_length", "pointer", "int32 live columns of a row, or null", "const i32"),
+        ParamField(f"{prefix}length_stride_b", "i64", "stride of batch"),
+        ParamField(f"{prefix}length_stride_s", "i64", "stride of s_q; 0 for one length per request"),
+    )
+
+
+def _part(prefix: str) -> tuple[ParamField, ...]:
+    """Arguments of what a row has elsewhere."""
+    return (
+        ParamField(f"{prefix}kv_part", "pointer", "second part of token 0 of page 0", "const u8"),
+        ParamField(f"{prefix}part_page_stride_bytes", "i64", "distance between pages of second parts"),
+        ParamField(f"{prefix}part_row_stride_bytes", "i64", "distance between second parts of a page"),
+    )
+
+
+def main_params(has_part: bool, has_extra: bool, extra_has_part: bool) -> tuple[ParamField, ...]:
+    """The main kernel's arguments: those of rows with a second part, and of a second cache, only where there is one."""
+    return (
+        *_QUERY,
+        *_pool(""),
+        *_GROUPS,
+        *_lists(""),
+        ParamField("scale_log2", "f32", "softmax scale x log2(e)"),
+        *_SIZES,
+        *_OUTPUT,
+        *_PARTIALS,
+        *(_part("") if has_part else ()),
+        *((*_pool("extra_"), *_lists("extra_")) if has_extra else ()),
+        *(_part("extra_") if extra_has_part else ()),
+    )
+
 
 COMBINE_PARAMS: tuple[ParamField, ...] = (
     ParamField("lse_accum", "pointer", "fp32 [batch x s_q, num_splits, heads] base-2 partial lse", "const float"),

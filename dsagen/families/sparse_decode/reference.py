@@ -25,6 +25,26 @@ Caches = Tensor | Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
+class Source:
+    """A cache and the lists that select from it, as in `sparse_decode_reference`."""
+
+    record: KvFormat
+    caches: Caches
+    indices: Tensor
+    topk_length: Tensor | None = None
+
+    def selected(self, b: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+        """(rows fp64 [n, topk, d_qk], which of them count) of some query tokens; rows that do not count are zero."""
+        ids = self.indices[b, s].long()
+        pool_tokens = min(tensor.tokens for tensor in cache_tensors(self.record, self.caches).values())
+        live = _live_columns(self.indices, self.topk_length)[b, s, None]
+        valid = (ids >= 0) & (ids < pool_tokens) & (torch.arange(ids.shape[1], device=ids.device) < live)
+        x = read_tokens(self.record, self.caches, ids.masked_fill(~valid, 0).flatten())
+        # Whatever lies at id 0 stands in for masked columns: zero it, since 0 * NaN is NaN.
+        return x.view(*ids.shape, self.record.d_qk).masked_fill_(~valid.unsqueeze(2), 0.0), valid
+
+
+@dataclass(frozen=True)
 class DecodeReference:
     """Exact results: `out` fp64 [rows, heads, d_v], `lse` fp64 [rows, heads], `peak` the largest finite |logit|."""
 
@@ -107,32 +127,33 @@ def sparse_decode_reference(
     lse_base: str | int = "e",
     empty_lse: float = math.inf,
     rows: Tensor | None = None,
+    extra: Source | None = None,
 ) -> DecodeReference:
     """Attention of each query token over the tokens that its index row selects.
 
     q [batch, s_q, heads, d_qk]; indices int [batch, s_q, topk], page * page_size + slot; topk_length int [batch] or
     [batch, s_q]; attn_sink [heads], a natural-log logit that takes weight and gives no value. An id that is negative,
     at or past the pool, or in a column at or past the length selects nothing; equal ids count as often as they occur.
-    A row that selects nothing gives out 0 and lse `empty_lse`, whatever the sink. The sink is not part of lse, which is
-    in base e or 2. `rows` int64 picks some of the batch * s_q query tokens; by default all are computed in order.
+    `extra` is a second cache with lists of its own: both select for the same softmax. A row that selects nothing gives
+    out 0 and lse `empty_lse`, whatever the sink. The sink is not part of lse, which is in base e or 2. `rows` int64
+    picks some of the batch * s_q query tokens; by default all are computed in order.
     """
     batch, s_q, heads, _ = q.shape
     if rows is None:
         rows = torch.arange(batch * s_q, device=q.device)
-    live = _live_columns(indices, topk_length)
-    pool_tokens = min(tensor.tokens for tensor in cache_tensors(record, caches).values())
+    sources = [Source(record, caches, indices, topk_length), *([extra] if extra else [])]
     out = torch.empty(rows.numel(), heads, record.d_v, dtype=torch.float64, device=q.device)
     lse = torch.empty(rows.numel(), heads, dtype=torch.float64, device=q.device)
     peaks = [torch.zeros((), dtype=torch.float64, device=q.device)]
     budget = CHUNK_BYTES_DEVICE if q.is_cuda else CHUNK_BYTES_CPU
-    step = max(1, budget // (8 * record.d_qk * indices.shape[2]))
+    step = max(1, budget // (8 * record.d_qk * sum(source.indices.shape[2] for source in sources)))
     for first in range(0, rows.numel(), step):
         part = rows[first : first + step]
         b, s = part // s_q, part % s_q
-        ids = indices[b, s].long()
-        valid = (ids >= 0) & (ids < pool_tokens) & (torch.arange(ids.shape[1], device=ids.device) < live[b, s, None])
         chunk = slice(first, first + part.numel())
-        out[chunk], lse[chunk], peak = _attend(q[b, s].double() * sm_scale, record, caches, ids, valid)
+        selected = [source.selected(b, s) for source in sources]
+        x, valid = (torch.cat(parts, 1) if extra else parts[0] for parts in zip(*selected, strict=True))
+        out[chunk], lse[chunk], peak = _attend(q[b, s].double() * sm_scale, x, valid, record.d_v)
         peaks.append(peak)
     empty = lse == -math.inf
     if attn_sink is not None:
@@ -175,17 +196,14 @@ def _live_columns(indices: Tensor, topk_length: Tensor | None) -> Tensor:
     return per_token.expand(batch, s_q).clamp(0, topk)
 
 
-def _attend(q: Tensor, record: KvFormat, caches: Caches, ids: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, natural lse with -inf for empty rows, largest finite |logit|) of rows with scaled q [n, heads, d]."""
-    x = read_tokens(record, caches, ids.masked_fill(~valid, 0).flatten()).view(*ids.shape, record.d_qk)
-    # Whatever lies at id 0 stands in for masked columns: zero it, since 0 * NaN is NaN.
-    x.masked_fill_(~valid.unsqueeze(2), 0.0)
+def _attend(q: Tensor, x: Tensor, valid: Tensor, d_v: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, natural lse with -inf for empty rows, largest finite |logit|) of scaled q [n, heads, d] over rows x."""
     logits = torch.bmm(q, x.transpose(1, 2))
     peak = logits.nan_to_num(0.0, 0.0, 0.0).abs().amax()
     logits.masked_fill_(~valid.unsqueeze(1), -math.inf)
     lse = torch.logsumexp(logits, 2)
     probability = torch.exp(logits - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(2))
-    return torch.bmm(probability, x[..., : record.d_v]), lse, peak
+    return torch.bmm(probability, x[..., :d_v]), lse, peak
 
 
 def _segment_bytes(cache: CacheBytes, segment: Segment, ids: Tensor) -> Tensor:

@@ -1,7 +1,10 @@
-// KV rows of e4m3 values with one fp32 scale per 128 dims, then bf16 RoPE dims. Scales are arbitrary and honoured exactly:
-// on keys they multiply the fp32 partial score of their group, on values they are folded into one bf16 copy of the
+// KV rows of e4m3 values with one fp32 scale per 128 dims, then bf16 RoPE dims if any. Scales are arbitrary and honoured
+// exactly: on keys they multiply the fp32 partial score of their group, on values they are folded into one bf16 copy of the
 // probabilities per group. No dequantised row exists anywhere; both matrix operands come from the raw bytes.
 #pragma once
+#include "prims/kv/bf16_operands.cuh"
+#include "prims/kv/e4m3_operands.cuh"
+#include "prims/kv/probability.cuh"
 #include "prims/ptx/convert.cuh"
 #include "prims/ptx/memory.cuh"
 #include "prims/ptx/mma.cuh"
@@ -9,7 +12,8 @@
 namespace kv {
 
 template <class C>
-struct Fp8Fp32Scale {
+struct Fp8Fp32Scale : Bf16Probability {
+  using Row = C;
   static constexpr int kGroupDims = 128;
   static constexpr int kGroups = C::kNopeDims / kGroupDims;
   static constexpr int kProbabilityCopies = kGroups;
@@ -49,21 +53,6 @@ struct Fp8Fp32Scale {
     }
   }
 
-  // One word of e4m3 codes -> f16 pairs (bytes 0, 1) and (bytes 2, 3), each times 1 / kCodeScale.
-#if __CUDA_ARCH__ >= 890
-  static constexpr float kCodeScale = 1.0f;
-  static DSA_DEVICE void key_pairs(u32 w, u32& low, u32& high) { ptx::e4m3_to_f16(w, low, high); }
-#else
-  // No conversion instruction: an e4m3 code shifted into f16's exponent field reads 2^-8 times its value. Code 0x7f (NaN)
-  // reads as 480 here.
-  static constexpr float kCodeScale = 256.0f;
-  static DSA_DEVICE void key_pairs(u32 w, u32& low, u32& high) {
-    const u32 y0 = (w & 0xffu) << 8 | (w & 0xff00u) << 16, y1 = (w & 0xff0000u) >> 8 | (w & 0xff000000u);
-    low = (y0 & 0x80008000u) | ((y0 & 0x7f007f00u) >> 1);
-    high = (y1 & 0x80008000u) | ((y1 & 0x7f007f00u) >> 1);
-  }
-#endif
-
   static DSA_DEVICE float scale(u32 row, int group) {
     return ptx::float_of(ptx::load_shared_4(row + C::kNopeDims + 4 * group));
   }
@@ -74,7 +63,8 @@ struct Fp8Fp32Scale {
   static DSA_DEVICE void score(float (&s)[kRows][kTiles][4], u32 rows, u32 query, int lane) {
     const u32 row = rows + (lane / 4) * C::kRowPitchBytes;
     const u32 query_lane = query + (lane % 8) * C::kQueryPitchBytes + (lane / 8) * 16;
-    score_rope(s, rows, query_lane, lane);
+    add_bf16_scores<C::kRopeDims / 16, C::kRowPitchBytes, C::kQueryPitchBytes>(s, rows + C::kRopeOffsetBytes,
+                                                                              query_lane + 2 * C::kNopeDims, lane);
     // One accumulator chain would wait for itself: groups side by side are independent chains, as far as registers allow.
     constexpr int kTogether = C::kGroupsTogether;
     static_assert(kGroups % kTogether == 0);
@@ -88,8 +78,8 @@ struct Fp8Fp32Scale {
       for (int t = 0; t < kTogether; ++t)
 #pragma unroll
         for (int m = 0; m < kRows; ++m) {
-          const float low = scale(row + 16 * m * C::kRowPitchBytes, g + t) * kCodeScale;
-          const float high = scale(row + (16 * m + 8) * C::kRowPitchBytes, g + t) * kCodeScale;
+          const float low = scale(row + 16 * m * C::kRowPitchBytes, g + t) * kKeyScale;
+          const float high = scale(row + (16 * m + 8) * C::kRowPitchBytes, g + t) * kKeyScale;
 #pragma unroll
           for (int j = 0; j < kTiles; ++j) {
             s[m][j][0] = acc[t][m][j][0] * low + s[m][j][0];
@@ -146,50 +136,30 @@ struct Fp8Fp32Scale {
     }
   }
 
-  // The bf16 RoPE dims: plain matrix loads of the rows, accumulated unscaled.
-  template <int kRows, int kTiles>
-  static DSA_DEVICE void score_rope(float (&s)[kRows][kTiles][4], u32 rows, u32 query_lane, int lane) {
-    const u32 key = rows + (lane % 16) * C::kRowPitchBytes + C::kRopeOffsetBytes + (lane / 16) * 16;
-#pragma unroll
-    for (int step = 0; step < C::kRopeDims / 16; step += 2) {
-      Words4 a[kRows][2], b[kTiles];
-#pragma unroll
-      for (int m = 0; m < kRows; ++m)
-#pragma unroll
-        for (int i = 0; i < 2; ++i) a[m][i] = ptx::load_matrix_x4(key + 16 * m * C::kRowPitchBytes + (step + i) * 32);
-#pragma unroll
-      for (int j = 0; j < kTiles; ++j)
-        b[j] = ptx::load_matrix_x4(query_lane + j * 8 * C::kQueryPitchBytes + 2 * C::kNopeDims + step * 32);
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
-#pragma unroll
-        for (int j = 0; j < kTiles; ++j)
-#pragma unroll
-          for (int m = 0; m < kRows; ++m)
-            ptx::mma_bf16(s[m][j], a[m][i].x, a[m][i].y, a[m][i].z, a[m][i].w, i == 0 ? b[j].x : b[j].z, i == 0 ? b[j].y : b[j].w);
-    }
-  }
-
-  static constexpr int kBlocksPerLoad = 2;  // m16 blocks that one value_blocks call yields
-
-  // A fragments (values transposed, times 2^-120) of 16 tokens at `rows` for the 32 dims from `dim`. Row r of block i is
-  // dim 16 i + 2 r, row r + 8 the dim after it.
-  static DSA_DEVICE void value_blocks(u32 (&a)[kBlocksPerLoad][4], u32 rows, int dim, int lane) {
-    const Words4 w = ptx::load_matrix_x4_trans(rows + (lane % 16) * C::kRowPitchBytes + dim + (lane / 16) * 16);
-    value_pairs(w.x, a[0][0], a[0][1]);
-    value_pairs(w.y, a[0][2], a[0][3]);
-    value_pairs(w.z, a[1][0], a[1][1]);
-    value_pairs(w.w, a[1][2], a[1][3]);
-  }
-
-  // Even and odd bytes of w as bf16 pairs, value x 2^-120: e4m3's exponent field lands in the low bits of bf16's.
-  static DSA_DEVICE void value_pairs(u32 w, u32& even, u32& odd) {
-    even = ((w << 8) & 0x80008000u) | ((w << 4) & 0x07f007f0u);
-    odd = (w & 0x80008000u) | ((w >> 4) & 0x07f007f0u);
-  }
-
-  // Dims of the two rows (r, r + 8) of a block that a lane holds, and whether they are neighbours.
+  static constexpr int kBlocksPerLoad = 2;  // m16 blocks that one call of Values::load yields
   static constexpr bool kRowsAreNeighbours = true;
+
+  // Values of 16 tokens at `rows` for the kDims dims from `dim`. Row r of block i is dim 16 i + 2 r, row r + 8 the next.
+  template <int kDims, int kHeadTiles>
+  struct Values {
+    static constexpr int kScaledBlocks = 0;
+    u32 row;
+
+    DSA_DEVICE Values(u32 rows, int dim, int lane) : row(rows + (lane % 16) * C::kRowPitchBytes + dim + (lane / 16) * 16) {}
+
+    // A fragments, times 2^-120, of two blocks.
+    DSA_DEVICE void load(u32 (&a)[kBlocksPerLoad][4], int block) const {
+      const Words4 w = ptx::load_matrix_x4_trans(row + 16 * block);
+      value_pairs(w.x, a[0][0], a[0][1]);
+      value_pairs(w.y, a[0][2], a[0][3]);
+      value_pairs(w.z, a[1][0], a[1][1]);
+      value_pairs(w.w, a[1][2], a[1][3]);
+    }
+  };
+
+  // Within a warp's dims, block row lane / 4 is dim block_dim + lane_dim, and the row 8 below is the next.
+  static constexpr DSA_DEVICE int block_dim(int block) { return 16 * block; }
+  static DSA_DEVICE int lane_dim(int lane) { return 2 * (lane / 4); }
 };
 
 }  // namespace kv

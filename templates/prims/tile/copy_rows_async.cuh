@@ -3,6 +3,7 @@
 #include "prims/ptx/mbarrier.cuh"
 #include "prims/ptx/memory.cuh"
 #include "prims/ptx/thread.cuh"
+#include "prims/tile/row_part.cuh"
 #include "prims/tile/rows.cuh"
 
 namespace tile {
@@ -15,14 +16,28 @@ struct RowCopy {
   // would fetch half as many sectors again, since rows start at any multiple of 16 B.)
   static constexpr int kLanesPerRow = 8;
   static constexpr int kRowsAtOnce = 32 / kLanesPerRow;
-  static constexpr int kRowChunks = C::kRowBytes / 16;
   static_assert(C::kRowBytes % 16 == 0 && C::kStageTokens == 32);
 
   static DSA_DEVICE void fence_init() {}
 
-  // Starts filling the stage at `rows`: lane l passes the address of row l. Rows that are not in `mask` are zeros where
-  // `wanted` has them, and nothing is read for them. Completes on `landed`.
-  static DSA_DEVICE void start(u32 rows, u64 address, u32 mask, u32 wanted, u32 landed, u32, int lane) {
+  // Starts filling the stage at `rows`: lane l passes the address of row l, and of its second part where there is one. Rows
+  // that are not in `mask` are zeros where `wanted` has them, and nothing is read for them. Completes on `landed`.
+  static DSA_DEVICE void start(u32 rows, u64 address, u64 part, u32 mask, u32 wanted, u32 landed, u32, int lane) {
+    copy<C::kRowBytes>(rows, address, mask, wanted, lane);
+    if constexpr (RowPart<C>::kIsLong) {
+      copy<C::kPartBytes>(rows + C::kPartOffsetBytes, part, mask, wanted, lane);
+    } else if constexpr (RowPart<C>::kIsShort) {
+      RowPart<C>::copy(rows, part, mask, wanted, lane);
+    }
+    ptx::mbarrier_arrive_after_copies(landed);
+    ptx::warp_sync();
+    if (lane == 0) ptx::mbarrier_arrive(landed);
+  }
+
+ private:
+  template <int kBytes>
+  static DSA_DEVICE void copy(u32 rows, u64 address, u32 mask, u32 wanted, int lane) {
+    constexpr int kRowChunks = kBytes / 16;
     const u32 low = static_cast<u32>(address), high = static_cast<u32>(address >> 32);
     const int in_row = lane % kLanesPerRow;
 #pragma unroll 2
@@ -38,9 +53,6 @@ struct RowCopy {
             ptx::copy_async_16(target + chunk * 16, reinterpret_cast<const u8*>(source) + chunk * 16, bytes);
       }
     }
-    ptx::mbarrier_arrive_after_copies(landed);
-    ptx::warp_sync();
-    if (lane == 0) ptx::mbarrier_arrive(landed);
   }
 };
 

@@ -1,0 +1,110 @@
+"""The caches of a sparse-decode call: what their tensors must be, and where the kernel finds rows and their parts."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from dsagen.division import page_divisor
+from dsagen.errors import GuardError
+from dsagen.families.sparse_decode.guards import POOL_GUARDS, SAME_PAGES_GUARD
+from dsagen.families.sparse_decode.rows import part_segments
+from dsagen.guard import check
+from dsagen.kv_format import CacheTensor, KvFormat
+from dsagen.runtime.blocks import Number
+from dsagen.runtime.tensors import TensorRule, require
+
+
+class Pool(NamedTuple):
+    """Geometry of one cache tensor. Of a single page the stride is what it would be."""
+
+    pages: int
+    page_size: int
+    page_stride_bytes: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that ids can name."""
+        return self.pages * self.page_size
+
+
+def pool_arguments(
+    prefix: str, record: KvFormat, k_cache: torch.Tensor, kpe_cache: torch.Tensor | None
+) -> dict[str, Number]:
+    """The arguments that a cache's shapes and strides decide, addresses excepted; `prefix` is of their names.
+
+    GuardError for tensors that are not as the format has them.
+    """
+    values = record.segment("values").tensor
+    pool = _checked_pool(f"{prefix}k_cache", k_cache, record, record.cache_tensor(values))
+    multiplier, shift = page_divisor(pool.page_size)
+    arguments: dict[str, Number] = {
+        "page_stride_bytes": pool.page_stride_bytes,
+        "row_stride_bytes": record.cache_tensor(values).io_stride_bytes,
+        "page_multiplier": multiplier,
+        "page_shift": shift,
+        "page_size": pool.page_size,
+        "pool_tokens": pool.tokens,
+    }
+    for part in part_segments(record):
+        stride = pool.page_stride_bytes
+        if part.tensor != values:
+            stride = _second_tensor(prefix, record, part.tensor, pool, kpe_cache).page_stride_bytes
+        arguments |= {"part_page_stride_bytes": stride, "part_row_stride_bytes": part.token_stride_bytes}
+    if len(record.tensors) == 1 and kpe_cache is not None:
+        raise GuardError(f"[T-17] {prefix}kpe_cache: format {record.format_id} has one tensor: leave it out")
+    return {f"{prefix}{name}": value for name, value in arguments.items()}
+
+
+def pool_addresses(
+    prefix: str, record: KvFormat, k_cache: torch.Tensor, kpe_cache: torch.Tensor | None
+) -> dict[str, Number]:
+    """The arguments that a cache's addresses decide."""
+    addresses: dict[str, Number] = {f"{prefix}kv": k_cache.data_ptr()}
+    for part in part_segments(record):
+        tensor = k_cache if kpe_cache is None else kpe_cache
+        section = part.section_bytes_per_token * int(k_cache.shape[1])
+        addresses[f"{prefix}kv_part"] = tensor.data_ptr() + section + part.offset_bytes
+    return addresses
+
+
+def no_pool_arguments(prefix: str, has_part: bool) -> dict[str, Number]:
+    """The arguments of a cache that a call leaves out: no token, so that nothing is read."""
+    names = ["kv", "page_stride_bytes", "row_stride_bytes", "page_multiplier", "page_shift", "pool_tokens"]
+    names += ["kv_part", "part_page_stride_bytes", "part_row_stride_bytes"] if has_part else []
+    arguments: dict[str, Number] = {f"{prefix}{name}": 0 for name in names}
+    return {**arguments, f"{prefix}page_size": 1}
+
+
+def _second_tensor(prefix: str, record: KvFormat, name: str, pool: Pool, kpe_cache: torch.Tensor | None) -> Pool:
+    if kpe_cache is None:
+        text = f"format {record.format_id} keeps rotary dims in their own tensor: pass it"
+        raise GuardError(f"[T-17] {prefix}kpe_cache: {text}")
+    other = _checked_pool(f"{prefix}kpe_cache", kpe_cache, record, record.cache_tensor(name))
+    values = {"pages": other.pages, "page_size": other.page_size}
+    values |= {"other_pages": pool.pages, "other_page_size": pool.page_size}
+    check([SAME_PAGES_GUARD], values, name=f"{prefix}kpe_cache", other=f"{prefix}k_cache")
+    return other
+
+
+def _checked_pool(name: str, tensor: torch.Tensor, record: KvFormat, rule: CacheTensor) -> Pool:
+    columns = f"[pages, page_size, 1, columns of KV format {record.format_id}]"
+    require(TensorRule(name, rule.dtypes, columns, (None, None, 1, rule.columns)), tensor)
+    pages, page_size = int(tensor.shape[0]), int(tensor.shape[1])
+    page_bytes = record.page_bytes(page_size, rule.name)
+    page_stride, row_stride = (int(stride) * tensor.element_size() for stride in tensor.stride()[:2])
+    pool = Pool(pages, page_size, page_stride if pages > 1 else page_bytes)
+    values = {
+        "pages": pages,
+        "page_size": page_size,
+        "pool_tokens": pool.tokens,
+        "address": tensor.data_ptr(),
+        # The stride of a single page moves nothing, nor does that of one-token pages.
+        "page_stride_bytes": page_stride if pages > 1 else 0,
+        "row_stride_bytes": row_stride if page_size > 1 else rule.logical_stride_bytes,
+        "token_bytes": rule.logical_stride_bytes,
+        "page_bytes": page_bytes,
+    }
+    check(POOL_GUARDS, values, name=name)
+    return pool
