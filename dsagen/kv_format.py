@@ -15,9 +15,11 @@ A format is declared, never inferred: 528 bytes per token is three different for
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cache
 
 from dsagen.dtype import BF16, E2M1, E4M3, FP16, FP32, UE4M3, UE8M0, ElementType
 from dsagen.errors import SpecError
@@ -334,8 +336,8 @@ def _v41_record(format_id: str, values: ElementType, group_dims: int, layout: La
     )
 
 
-def _dense_record(format_id: str, element: ElementType, d_qk: int, d_rope: int) -> KvFormat:
-    """Unquantised rows of d_qk elements."""
+def _dense_record(format_id: str, element: ElementType, d_qk: int, d_rope: int, d_v: int = 512) -> KvFormat:
+    """Unquantised rows of d_qk elements, of which the first d_v are the value."""
     row_bytes = element.bytes_for(d_qk)
     return KvFormat(
         format_id=format_id,
@@ -344,7 +346,7 @@ def _dense_record(format_id: str, element: ElementType, d_qk: int, d_rope: int) 
         scale_kind=ScaleKind.NONE,
         scale_group_dims=0,
         d_qk=d_qk,
-        d_v=512,
+        d_v=d_v,
         d_rope=d_rope,
         rope_in_v=False,
         record_bytes=row_bytes,
@@ -397,16 +399,45 @@ KV_FORMATS: dict[str, KvFormat] = {record.format_id: record for record in _RECOR
 # Families in table order: the names that a spec may write.
 KV_FAMILIES: tuple[str, ...] = tuple(dict.fromkeys(record.family for record in _RECORDS))
 
+# Families of unquantised rows, which exist in any width.
+PLAIN_ELEMENTS: dict[str, ElementType] = {element.name: element for element in (BF16, FP16)}
+PLAIN_DIMS_STEP = 64
+MAX_PLAIN_DIMS = 1024
+_PLAIN_ID = re.compile(r"(bf16|fp16)_d([1-9][0-9]{1,3})_v([1-9][0-9]{1,3})\Z", re.ASCII)
+
 # A second cache of another family that one softmax may take beside the first: (main, extra).
 _EXTRA_PAIRS = frozenset({("v41", "v41_fp4")})
 
 
 def kv_format(format_id: str) -> KvFormat:
-    """The record of that id, such as `v32` or `v41_interleaved`; SpecError with the nearest one otherwise."""
+    """The record of that id, such as `v32` or `v41_interleaved`; SpecError with the nearest one otherwise.
+
+    Beside those of the table there is a record for unquantised rows of any width, such as `bf16_d192_v128`.
+    """
     try:
         return KV_FORMATS[format_id]
     except (KeyError, TypeError):
+        match = _PLAIN_ID.match(format_id) if isinstance(format_id, str) else None
+        if match:
+            return plain_format(match[1], int(match[2]), int(match[3]))
         raise SpecError(f"unknown KV format {format_id!r}{_nearest(format_id, KV_FORMATS)}") from None
+
+
+@cache
+def plain_format(family: str, d_qk: int, d_v: int) -> KvFormat:
+    """The record of unquantised rows (`bf16` or `fp16`) of d_qk elements whose first d_v are the value.
+
+    SpecError unless both are multiples of PLAIN_DIMS_STEP and d_v is not the larger one.
+    """
+    for record in _RECORDS:
+        if (record.family, record.d_qk, record.d_v) == (family, d_qk, d_v):
+            return record
+    if d_qk % PLAIN_DIMS_STEP or d_v % PLAIN_DIMS_STEP or not 0 < d_v <= d_qk <= MAX_PLAIN_DIMS:
+        raise SpecError(
+            f"{family} rows of d_qk {d_qk} and d_v {d_v}: both must be multiples of {PLAIN_DIMS_STEP}, d_v at most "
+            f"d_qk and d_qk at most {MAX_PLAIN_DIMS}"
+        )
+    return _dense_record(f"{family}_d{d_qk}_v{d_v}", PLAIN_ELEMENTS[family], d_qk, 0, d_v)
 
 
 def resolve_kv_format(
@@ -421,6 +452,8 @@ def resolve_kv_format(
     # `bf16` is an id and a family: with a width given, the family decides.
     if family in KV_FAMILIES:
         candidates = [r for r in _RECORDS if r.family == family]
+    if not candidates and isinstance(family, str) and _PLAIN_ID.match(family):
+        candidates = [kv_format(family)]
     if not candidates:
         raise SpecError(f"unknown KV format {family!r}{_nearest(family, (*KV_FAMILIES, *KV_FORMATS), KV_FAMILIES)}")
     for what, wanted, attribute in (

@@ -9,7 +9,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from dsagen.errors import SpecError
-from dsagen.kv_format import KV_FAMILIES, KV_FORMATS, KvFormat, kv_format, resolve_kv_format
+from dsagen.kv_format import (
+    KV_FAMILIES,
+    KV_FORMATS,
+    PLAIN_ELEMENTS,
+    KvFormat,
+    kv_format,
+    plain_format,
+    resolve_kv_format,
+)
 from dsagen.kv_rule import default_rule
 from dsagen.model import MODELS, ModelPreset, model_preset
 from dsagen.spec_problems import MAX_HEADS, problem
@@ -35,8 +43,10 @@ def complete(data: Mapping[str, Any]) -> dict[str, Any]:
     given_dims = full.get("dims", {})
     if isinstance(given_dims, Mapping):
         _check_dims(given_dims, preset)
-    d_qk = given_dims.get("d_qk", preset.d_qk) if isinstance(given_dims, Mapping) else preset.d_qk
-    full["kv"], record = _complete_kv("kv", full.get("kv", preset.kv), preset.kv, d_qk)
+    d_qk, d_v = preset.d_qk, preset.d_v
+    if isinstance(given_dims, Mapping):
+        d_qk, d_v = given_dims.get("d_qk", d_qk), given_dims.get("d_v", d_v)
+    full["kv"], record = _complete_kv("kv", full.get("kv", preset.kv), preset.kv, d_qk, d_v)
     if isinstance(given_dims, Mapping) and record is not None:
         full["dims"] = {"d_qk": record.d_qk, "d_v": record.d_v, **given_dims}
     full["extra_kv"] = _complete_extra(full, preset, record)
@@ -78,7 +88,7 @@ def _check_dims(dims: Mapping[str, Any], preset: ModelPreset) -> None:
             raise problem(("dims", key), f"model {preset.name} has {key} {fixed}; others need model: custom", dims[key])
 
 
-def _complete_kv(key: str, value: Any, default_family: str | None, d_qk: Any) -> tuple[Any, KvFormat | None]:
+def _complete_kv(key: str, value: Any, default_family: str | None, d_qk: Any, d_v: Any) -> tuple[Any, KvFormat | None]:
     """A cache declaration with format, layout and scale, and its record; text is short for its format."""
     if value is None:
         raise problem((key,), f"is missing: name a KV format, one of {', '.join(KV_FAMILIES)}")
@@ -88,18 +98,23 @@ def _complete_kv(key: str, value: Any, default_family: str | None, d_qk: Any) ->
     family = cache.get("format", default_family)
     if family is None:
         raise problem((key, "format"), f"is missing: choose one of {', '.join(KV_FAMILIES)}")
-    record = _resolve(key, family, cache.get("layout"), cache.get("scale"), d_qk)
+    record = _resolve(key, family, cache.get("layout"), cache.get("scale"), d_qk, d_v)
     named = {"format": record.format_id, "layout": record.layout.value, "scale": record.scale_kind.value}
     return {**cache, **named}, record
 
 
-def _resolve(key: str, family: Any, layout: Any, scale: Any, d_qk: Any) -> KvFormat:
+def _resolve(key: str, family: Any, layout: Any, scale: Any, d_qk: Any, d_v: Any) -> KvFormat:
     try:
         record = resolve_kv_format(family, layout, scale)
     except SpecError as error:
         names = {"layout": layout, "scale": scale}
         part = next((name for name in names if f"has no {name} " in str(error)), "format")
         raise problem((key, part), str(error), names.get(part, family)) from None
+    if family == record.family and family in PLAIN_ELEMENTS and type(d_qk) is int and type(d_v) is int:
+        try:
+            return plain_format(family, d_qk, d_v)
+        except SpecError as error:
+            raise problem(("dims",), str(error)) from None
     if d_qk is None or not isinstance(d_qk, int) or record.d_qk == d_qk:
         return record
     try:
@@ -125,7 +140,7 @@ def _complete_extra(full: Mapping[str, Any], preset: ModelPreset, main: KvFormat
     layouts = {r.layout.value for r in KV_FORMATS.values() if r.family == cache.get("format", preset.extra_kv)}
     if "layout" not in cache and main.layout.value in layouts:
         cache = {**cache, "layout": main.layout.value}
-    cache, _ = _complete_kv("extra_kv", cache, preset.extra_kv, main.d_qk)
+    cache, _ = _complete_kv("extra_kv", cache, preset.extra_kv, main.d_qk, main.d_v)
     if "topk" not in cache and preset.extra_topk is None:
         raise problem(("extra_kv", "topk"), "is missing: the second cache has its own capacity, for example 512")
     return {"topk": preset.extra_topk, **cache}

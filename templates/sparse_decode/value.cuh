@@ -99,16 +99,25 @@ struct ValueWarp {
 
   template <class E, class Values>
   DSA_DEVICE void accumulate_stage(u32 rows, u32 valid, u32 copy, int stage) {
+    if constexpr (E::kJoinsBlocks) {
+      // Without branches between them the loads of one block hide behind the arithmetic of the other.
+      static_assert(kStageBlocks == 2);
+      if ((valid & 0xffffu) != 0 && valid >> 16 != 0) {
+#pragma unroll
+        for (int k = 0; k < kStageBlocks; ++k) accumulate_block<E, Values>(rows, copy, stage, k);
+        return;
+      }
+    }
 #pragma unroll
     for (int k = 0; k < kStageBlocks; ++k)
-      if ((valid >> 16 * k & 0xffffu) != 0)
-        accumulate_block<E, Values>(rows + k * 16 * E::Row::kRowPitchBytes,
-                                    probability_address<C>(copy, (stage * kStageBlocks + k) * 16 + lane % 16));
+      if ((valid >> 16 * k & 0xffffu) != 0) accumulate_block<E, Values>(rows, copy, stage, k);
   }
 
-  // 16 tokens; `row` is this lane's row of P.
+  // The k-th 16 tokens of a stage.
   template <class E, class Values>
-  DSA_DEVICE void accumulate_block(u32 rows, u32 row) {
+  DSA_DEVICE void accumulate_block(u32 stage_rows, u32 copy, int stage, int k) {
+    const u32 rows = stage_rows + k * 16 * E::Row::kRowPitchBytes;
+    const u32 row = probability_address<C>(copy, (stage * kStageBlocks + k) * 16 + lane % 16);  // this lane's row of P
     u32 b[kHeadTiles][2];
 #pragma unroll
     for (int t = 0; t + 1 < kHeadTiles; t += 2) {

@@ -14,6 +14,9 @@ from dsagen.errors import BuildError
 from dsagen.families.kv_cache import family as kv_cache
 from dsagen.families.kv_cache.family import cache_axes
 from dsagen.families.kv_cache.geometry import ROW_TYPES
+from dsagen.families.sparse_decode import family as decode
+from dsagen.families.sparse_decode.geometry import fitting_geometry
+from dsagen.families.sparse_decode.rows import Caches
 from dsagen.kv_format import KV_FORMATS
 from dsagen.kv_rule import default_rule, rules_of
 from dsagen.matrix import expand
@@ -46,6 +49,47 @@ def toolchain_for(arch: str) -> Toolchain:
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_kernel_compiles_as_planned(arch: str, spec_name: str) -> None:
     require_as_planned(every_plan(spec_name, arch), arch)
+
+
+# Every other encoding, placement and pair of caches, and rows of other widths.
+CACHES: tuple[tuple[str, str | None], ...] = (
+    ("v32_nope", None),
+    ("v4", None),
+    ("v41_interleaved", None),
+    ("v41_page_split", None),
+    ("v41_fp4_interleaved", None),
+    ("v41_fp4_page_split", None),
+    ("fp16", None),
+    ("bf16_d512", None),
+    ("bf16_split", None),
+    ("bf16_d192_v128", None),
+    ("fp16_d448_v384", None),
+    ("v32", "v32"),
+    ("v4", "v4"),
+    ("bf16", "bf16"),
+    ("v41_interleaved", "v41_fp4_interleaved"),
+    ("v41_page_split", "v41_fp4_page_split"),
+)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("formats", CACHES, ids=lambda formats: "-".join(filter(None, formats)))
+def test_kernels_of_every_format_compile_as_planned(
+    arch: str, formats: tuple[str, str | None], request: pytest.FixtureRequest
+) -> None:
+    """Head counts in turn, so that each is there on some arch for each format; --all-mutants takes all of them."""
+    found = decode.caches_of(*formats)
+    assert isinstance(found, Caches)
+    counts = [n for n in range(8, 65, 8) if fitting_geometry(found, n, ARCHS[arch]) is not None]
+    assert counts
+    if not request.config.getoption("--all-mutants"):
+        turn = CACHES.index(formats) + list(ARCHS).index(arch)
+        counts = [counts[-1] if turn % 3 == 0 else counts[turn % len(counts)]]
+    plans = [
+        decode.plan_main(Variant(decode.NAME, "main", decode.BODY, arch, decode.main_axes(found, heads_n, ARCHS[arch])))
+        for heads_n in counts
+    ]
+    require_as_planned(tuple(plans), arch)
 
 
 @pytest.mark.parametrize("scores", ["fp32", "bf16"])

@@ -130,6 +130,13 @@ TRIPS: dict[str, dict[str, Trip]] = {
             {"page_stride_bytes": 41984},
             {"name": "k_cache"},
         ),
+        "SD-18": Trip(
+            {"d_qk": 640, "d_v": 576},
+            "[SD-18] rows of d_qk 640 and d_v 576: d_qk must be a multiple of 64, and d_v, which is dealt to warps, "
+            "one of 128 up to 512: split wider values over several calls",
+            "((d_qk % 64) == 0 && (d_v % 128) == 0 && d_v <= 512)",
+            {"d_v": 512},
+        ),
         "SD-16": Trip(
             {"extra_topk": 513, "extra_topk_capacity": 512},
             "[SD-16] extra_indices: 513 columns, the spec declares extra_kv.topk 512: pass at most 512 columns or "

@@ -19,7 +19,7 @@ from dsagen.families.sparse_decode.guards import ARGUMENT_GUARDS, LAUNCH_GUARDS,
 from dsagen.families.sparse_decode.params import COMBINE_PARAMS, main_params
 from dsagen.families.sparse_decode.rows import Caches, cache_rows
 from dsagen.family import Cell
-from dsagen.guard import Guard, check
+from dsagen.guard import Guard, check, failures
 from dsagen.kv_format import kv_format
 from dsagen.plan import KernelPlan, TypeAlias, Variant, checked, lay_out_params, round_up
 
@@ -42,9 +42,14 @@ _C_NAMES = {
     "producers": "Constants::kProducers",
     "tile_stages": "Constants::kTileTokens / Constants::kStageTokens",
     "heads_n": "Constants::kHeads",
+    "d_qk": "(Constants::kNopeDims + Constants::kRopeDims)",
+    "d_v": "Constants::kValueDims",
     "row_bytes": "Constants::kRowBytes",
     "row_pitch_bytes": "Constants::kRowPitchBytes",
 }
+
+
+DIMS_GUARD = next(guard for guard in PLAN_GUARDS if guard.guard_id == "SD-18")
 
 
 class SparseDecode:
@@ -59,6 +64,9 @@ class SparseDecode:
         caches = caches_of(spec.kv.format_id, spec.extra_kv.format_id if spec.extra_kv else None)
         if isinstance(caches, str):
             return tuple(Cell(NAME, role, arch.name, None, caches) for role in ("main", "combine"))
+        dims = failures([DIMS_GUARD], {"d_qk": caches.d_qk, "d_v": caches.d_v})
+        if dims:
+            return tuple(Cell(NAME, role, arch.name, None, dims[0]) for role in ("main", "combine"))
         heads_n = heads_per_cta(caches, spec.heads, arch)
         if heads_n is None:
             formats = " with ".join(rows.record.format_id for rows in caches.each)
@@ -134,6 +142,8 @@ def plan_main(variant: Variant, geometry: Geometry | None = None) -> KernelPlan:
         "compiled_registers": registers_cap * threads,
         "spare_heads": chosen.score_warps * 16 * chosen.warp_blocks // chosen.tile_tokens,
         "heads_n": heads_n,
+        "d_qk": caches.d_qk,
+        "d_v": caches.d_v,
         "row_bytes": caches.main.row_bytes,
         "row_pitch_bytes": caches.main.pitch_bytes,
     }

@@ -12,6 +12,7 @@ from dsagen.plan import SmemField, lay_out_smem, round_up
 MAX_HEADS_PER_CTA = 64
 EVEN_DEAL_HEADS = 32
 MAX_STAGES = 8
+VALUE_WARPS = 8
 MMA_TOKENS = 16  # tokens of one MMA row block
 
 
@@ -30,7 +31,7 @@ class Geometry:
     stages: int
     warp_blocks: int = 1
     score_warps: int = 4
-    value_warps: int = 8
+    value_warps: int = VALUE_WARPS
     producers: int = 2
     probability_buffers: int = 2
     groups_together: int = 1
@@ -105,20 +106,19 @@ def preferred_shapes(caches: Caches, heads_n: int, arch: Arch) -> Iterator[Geome
     """Geometries to try for a head count, best first, whether or not they fit."""
     # With more than 32 heads the value warps hold more output than an even deal of registers leaves them.
     many = heads_n > EVEN_DEAL_HEADS
-    raw_keys = all(rows.encoding.raw_keys for rows in caches.each)
-    if many and not arch.has_setmaxnreg:
-        return
     full, hopper = heads_n == MAX_HEADS_PER_CTA, arch.mma_class == WGMMA
-    registers = None
-    if arch.has_setmaxnreg and not many:
-        registers = (128, 232, 24)
-    elif arch.has_setmaxnreg:
-        # Found by compiling without spills; on sm_90a 64 scaled heads also ran 1.35 times slower with the first deal.
-        registers = (176, 136, 24) if full and not (hopper and raw_keys) else (168, 152, 24)
+    raw_keys = all(rows.encoding.raw_keys for rows in caches.each)
+    registers = _moved_registers(caches, heads_n, arch)
+    if many and registers is None:
+        return
     # Narrow scale groups have few matrix steps each, so that more of them have to run side by side.
     together = 2 if registers and not many else 1
     if registers and (full or not many) and any(rows.encoding.narrow_groups for rows in caches.each):
         together *= 2
+    if hopper and 16 < heads_n <= EVEN_DEAL_HEADS and all(rows.encoding.heavy_keys for rows in caches.each):
+        # Two score warps a scheduler; with at most 16 heads others are what waits.
+        for stages in range(MAX_STAGES, 4, -1):
+            yield Geometry(heads_n, 128, stages, score_warps=8, bulk=True, registers=(104, 120, 24))
     # Two token blocks a warp halve its head tiles, and with them the query fragments that it holds.
     warp_blocks = 2 if full or (many and not hopper) else 1
     tiles: tuple[tuple[int, int, int], ...] = ((64, 2, 4), (64, 1, 4), (32, 2, 3), (32, 1, 3), (32, 1, 2))
@@ -132,11 +132,29 @@ def preferred_shapes(caches: Caches, heads_n: int, arch: Arch) -> Iterator[Geome
                 tile_tokens=tile_tokens,
                 stages=stages,
                 warp_blocks=warp_blocks,
+                value_warps=_value_warps(caches.d_v),
                 probability_buffers=buffers,
                 groups_together=together,
                 bulk=arch.has_bulk_copy,
                 registers=registers,
             )
+
+
+def _value_warps(d_v: int) -> int:
+    """Warps that value dims are dealt to, 32 or a multiple each."""
+    return VALUE_WARPS if d_v % (32 * VALUE_WARPS) == 0 else VALUE_WARPS // 2
+
+
+def _moved_registers(caches: Caches, heads_n: int, arch: Arch) -> tuple[int, int, int] | None:
+    """Registers of value, score and producer warps where they move; None: an even deal."""
+    if not arch.has_setmaxnreg or _value_warps(caches.d_v) != VALUE_WARPS:
+        return None
+    if heads_n <= EVEN_DEAL_HEADS:
+        return (128, 232, 24)
+    hopper, raw_keys = arch.mma_class == WGMMA, all(rows.encoding.raw_keys for rows in caches.each)
+    # Found by compiling without spills; on sm_90a 64 scaled heads also ran 1.35 times slower with the first deal.
+    full = heads_n == MAX_HEADS_PER_CTA
+    return (176, 136, 24) if full and not (hopper and raw_keys) else (168, 152, 24)
 
 
 def fitting_geometry(caches: Caches, heads_n: int, arch: Arch) -> Geometry | None:

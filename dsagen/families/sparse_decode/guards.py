@@ -45,6 +45,13 @@ PLAN_GUARDS: tuple[Guard, ...] = (
         "heads in a CTA: {heads_n} must be a multiple of 8 in 8..64",
     ),
     Guard(
+        "SD-18",
+        "plan",
+        "d_qk % 64 == 0 and d_v % 128 == 0 and d_v <= 512",
+        "rows of d_qk {d_qk} and d_v {d_v}: d_qk must be a multiple of 64, and d_v, which is dealt to warps, one of "
+        "128 up to 512: split wider values over several calls",
+    ),
+    Guard(
         "SD-05",
         "plan",
         "row_bytes % 16 == 0 and row_pitch_bytes % 32 == 16",

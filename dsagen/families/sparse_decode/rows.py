@@ -25,7 +25,8 @@ class Encoding:
 
     `scaled_copies` copies of the probabilities carry the scales of as many groups of value dims, 0 where scales are
     applied elsewhere or there are none. `raw_keys`: keys become operands from their codes, not by plain matrix loads.
-    `narrow_groups`: scores are scaled group by group, and groups have two matrix steps.
+    `narrow_groups`: scores are scaled group by group, and groups have two matrix steps. `heavy_keys`: making operands
+    of keys takes most of a score warp's time.
     """
 
     template: str
@@ -33,6 +34,7 @@ class Encoding:
     scaled_copies: int = 0
     raw_keys: bool = True
     narrow_groups: bool = False
+    heavy_keys: bool = False
     lazy_threshold: float = LAZY_THRESHOLD
 
     @property
@@ -140,7 +142,7 @@ def encoding_of(record: KvFormat) -> Encoding | str:
     if values is E4M3 and kind is ScaleKind.UE8M0 and group_dims in (32, 64):
         return Encoding("kv::Fp8Ue8m0Scale", "prims/kv/fp8_ue8m0_scale.cuh", narrow_groups=group_dims == 32)
     if values is E2M1 and kind is ScaleKind.E4M3 and group_dims == 16:
-        return Encoding("kv::Fp4E4m3Scale", "prims/kv/fp4_e4m3_scale.cuh")
+        return Encoding("kv::Fp4E4m3Scale", "prims/kv/fp4_e4m3_scale.cuh", heavy_keys=True)
     if values is BF16 and kind is ScaleKind.NONE:
         return Encoding("kv::Bf16", "prims/kv/plain.cuh", raw_keys=False)
     if values is FP16 and kind is ScaleKind.NONE:

@@ -129,6 +129,7 @@ struct Fp4E4m3Scale : Bf16Probability {
           s[m][j][i] += (kChains == 2 ? acc[0][m][j][i] + acc[kChains - 1][m][j][i] : acc[0][m][j][i]) * kKeyFactor;
   }
 
+  static constexpr bool kJoinsBlocks = C::kHeads <= 32;  // more output leaves no registers for it
   static constexpr int kBlocksPerLoad = 2;  // m16 blocks that one call of Values::load yields
   static constexpr bool kRowsAreNeighbours = true;
 

@@ -136,6 +136,7 @@ struct Fp8Fp32Scale : Bf16Probability {
     }
   }
 
+  static constexpr bool kJoinsBlocks = false;
   static constexpr int kBlocksPerLoad = 2;  // m16 blocks that one call of Values::load yields
   static constexpr bool kRowsAreNeighbours = true;
 

@@ -129,6 +129,7 @@ struct Fp8Ue8m0Scale : Bf16Probability {
     return power * 0.0f + power;
   }
 
+  static constexpr bool kJoinsBlocks = false;
   static constexpr int kBlocksPerLoad = 2;  // m16 blocks that one call of Values::load yields
   static constexpr bool kRowsAreNeighbours = true;
 

@@ -53,6 +53,7 @@ struct Plain : Probability {
         for (int i = 0; i < 4; ++i) s[m][j][i] += other[m][j][i];
   }
 
+  static constexpr bool kJoinsBlocks = false;
   static constexpr int kBlocksPerLoad = 1;  // m16 blocks that one call of Values::load yields
   static constexpr bool kRowsAreNeighbours = false;
 
