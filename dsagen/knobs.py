@@ -24,6 +24,7 @@ PREFIX = "DSAGEN_"
 # Threads of the host that the emulator starts at most.
 MOST_HOST_THREADS = 1024
 LOG_LEVELS = ("quiet", "error", "warning", "info", "debug")
+LAUNCHERS = ("auto", "c", "python")
 
 _LEAST_GIGABYTES, _MOST_GIGABYTES = 0.001, 1e6
 _TRUE = ("1", "true", "yes", "on")
@@ -201,12 +202,19 @@ def _parse_flags(text: str) -> tuple[str, ...]:
 
 
 def _parse_log_level(text: str) -> str:
-    level = text.lower()
-    if level in LOG_LEVELS:
-        return level
-    near = difflib.get_close_matches(level, LOG_LEVELS, n=1)
+    return _parse_choice(text, LOG_LEVELS)
+
+
+def _parse_launcher(text: str) -> str:
+    return _parse_choice(text, LAUNCHERS)
+
+
+def _parse_choice(text: str, choices: tuple[str, ...]) -> str:
+    if text.lower() in choices:
+        return text.lower()
+    near = difflib.get_close_matches(text.lower(), choices, n=1)
     hint = f" (did you mean {near[0]!r}?)" if near else ""
-    raise ValueError(f"expected one of {', '.join(LOG_LEVELS)}{hint}")
+    raise ValueError(f"expected one of {', '.join(choices)}{hint}")
 
 
 def _parse_log_dest(text: str) -> str:
@@ -287,6 +295,13 @@ LOG_DEST: Knob[str] = Knob(
     "Where the log goes; in a process that loads kernels, beside the handlers that it has itself.",
     _parse_log_dest,
 )
+LAUNCHER: Knob[str] = Knob(
+    "DSAGEN_LAUNCHER",
+    "|".join(LAUNCHERS),
+    "auto",
+    "What launches: 'c' the launcher in C, 'python' cuda-python, 'auto' the first that this machine can have.",
+    _parse_launcher,
+)
 DEBUG_SYNC: Knob[bool] = Knob(
     "DSAGEN_DEBUG_SYNC",
     "bool",
@@ -299,6 +314,13 @@ CHECK_INDICES: Knob[bool] = Knob(
     "bool",
     False,
     "1: check ids and lengths on the device before each launch; one outside its range is an error instead of masked.",
+    _parse_bool,
+)
+POISON_WORKSPACE: Knob[bool] = Knob(
+    "DSAGEN_POISON_WORKSPACE",
+    "bool",
+    False,
+    "1: fill sparse_decode's workspace with NaN before each call, so that what is read before it is written shows.",
     _parse_bool,
 )
 PEER_SITE: Knob[str | None] = Knob(
@@ -348,8 +370,10 @@ _KNOBS: tuple[Knob[Any], ...] = (
     COMPILER_LAUNCHER,
     LOG,
     LOG_DEST,
+    LAUNCHER,
     DEBUG_SYNC,
     CHECK_INDICES,
+    POISON_WORKSPACE,
     PEER_SITE,
     EMULATOR_SEED,
     EMULATOR_RACES,

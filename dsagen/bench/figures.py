@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Protocol
 
-from dsagen.arch import Arch, DeviceFigures
+from dsagen.arch import ARCHS, Arch, DeviceFigures
 from dsagen.bench.data import DecodeCase
 from dsagen.plan import KernelPlan
 from dsagen.slug import parse_slug
@@ -124,6 +124,7 @@ class DecodeFigures:
         "TB/s",
         "TFLOP/s",
         "CTAs",
+        "SMs",
         "splits",
         "issue us",
         "wall us",
@@ -157,6 +158,7 @@ class DecodeFigures:
             f"{self.record_bytes_per_s / 1e12:.2f}",
             f"{self.flops_per_s / 1e12:.0f}",
             str(self.ctas),
+            number(self.active_sms, "d"),
             str(self.num_splits),
             f"{self.issue_us:.1f}",
             f"{self.wall_us:.1f}",
@@ -171,6 +173,12 @@ class DecodeFigures:
         """The main kernel, and the combine where rows were split."""
         combines = (plan.variant.family, plan.variant.kernel) == (self.op, "combine")
         return plan.slug == self.slug or (combines and self.num_splits > 1)
+
+    @property
+    def active_sms(self) -> int | None:
+        """SMs that the main kernel's CTAs reach at once; None on a device of unknown SM count."""
+        ceilings = ceilings_of(self.device)
+        return None if ceilings is None else min(self.ctas, ceilings.sm_count)
 
     @property
     def record_bytes_per_s(self) -> float:
@@ -201,6 +209,7 @@ class DecodeFigures:
             "case": self.case.to_json(),
             "num_splits": self.num_splits,
             "ctas": self.ctas,
+            "active_sms": self.active_sms,
             "gpu_us": round(self.gpu_us, 3),
             "spread": round(self.spread, 4),
             "input_sets": self.input_sets,
@@ -233,6 +242,11 @@ def floor_us(case: DecodeCase, figures: DeviceFigures) -> float:
 def figures_of(device: str, arch: Arch) -> DeviceFigures | None:
     """The measured ceilings of a device, by the name that its driver gives; None where nothing was measured."""
     return next((figures for figures in arch.figures if figures.device == device), None)
+
+
+def ceilings_of(device: str) -> DeviceFigures | None:
+    """The same by the device's name alone."""
+    return next((found for arch in ARCHS.values() if (found := figures_of(device, arch)) is not None), None)
 
 
 def case_key(case: Mapping[str, Any]) -> CaseKey:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from dsagen.bench.figures import CaseKey, Figures, case_key
 from dsagen.build import Store
@@ -29,6 +30,23 @@ def last_times_us(device: str, file: Path | None = None, store: Store | None = N
         if row.kind == "benchmark" and row.device == device:
             times.update({case_key(case["case"]): case["gpu_us"] for case in row.figures.get("cases", ())})
     return times
+
+
+def last_cases(
+    specs: Sequence[DeploymentSpec], file: Path | None = None, store: Store | None = None
+) -> list[Mapping[str, Any]]:
+    """The last recorded figures of each case of these specs, on the device that was measured last."""
+    rows: Iterable[EvidenceRow] = load_evidence(store or Store.open())
+    if file is not None and file.is_file():
+        rows = (*rows, *read_rows(file))
+    ordered = sorted((row for row in rows if row.kind == "benchmark"), key=lambda row: row.date)
+    names = {spec.name for spec in specs}
+    found: dict[tuple[str, CaseKey], Mapping[str, Any]] = {}
+    for row in ordered:
+        for case in row.figures.get("cases", ()):
+            if case["spec"] in names and row.device == ordered[-1].device:
+                found[case["spec"], case_key(case["case"])] = case
+    return list(found.values())
 
 
 def record_figures(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import dsagen
 from dsagen.arch import arch_for_capability
+from dsagen.bench.axes import SweepAxes
 from dsagen.bench.cases import decode_cases
 from dsagen.bench.data import DecodeCase, DecodeInputs, KvPool, decode_inputs, make_pool
 from dsagen.bench.figures import CaseKey, DecodeFigures, PeerFigure, case_key, figures_of, floor_us
@@ -69,19 +70,20 @@ def sweep_decode(
     records: Records | None = None,
     progress: Progress = lambda _: None,
     wrong: Wrong = raise_wrong,
+    axes: SweepAxes = SweepAxes(),  # noqa: B008
 ) -> list[DecodeFigures]:
     """Measure every case of specs with the op on the current device.
 
-    `records` maps a case's key to the GPU time of its last record. A case whose output is wrong is not timed; what is
-    wrong goes to `wrong`. Raises DeviceError without a device that the specs declare. A peer that is missing, refuses
-    or is wrong becomes a note.
+    `records` maps a case's key to the GPU time of its last record, `axes` gives other cases than those of the specs. A
+    case whose output is wrong is not timed; what is wrong goes to `wrong`. Raises DeviceError without a device that the
+    specs declare. A peer that is missing, refuses or is wrong becomes a note.
     """
     figures: list[DecodeFigures] = []
     pools = _Pools(with_peers)
     for spec in sorted(specs, key=lambda spec: (spec.kv.format_id, spec.extra_kv.format_id if spec.extra_kv else "")):
         kernels = dsagen.load(spec)
         kernels.prepare()
-        for case in decode_cases(spec):
+        for case in axes.cases(decode_cases(spec)):
             progress(f"{spec.name}: batch {case.batch}, topk {case.width}")
             prepared = _prepare(case, *pools.of(case, kernels.device), seed)
             try:

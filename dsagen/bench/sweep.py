@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from dsagen.bench import run, topk_run
+from dsagen.bench.axes import SweepAxes
 from dsagen.bench.figures import DecodeFigures, Figures
 from dsagen.bench.run import Progress, Records, Wrong, raise_wrong
 from dsagen.bench.topk_figures import TopkFigures
@@ -24,13 +25,14 @@ def run_sweep(
     records: Records | None = None,
     progress: Progress = lambda _: None,
     wrong: Wrong = raise_wrong,
+    axes: SweepAxes = SweepAxes(),  # noqa: B008
 ) -> list[Figures]:
     """Measure every case of the specs' ops on the current device.
 
-    `records` maps a case's key to the GPU time of its last record. Cases with a wrong output are left out, and what is
-    wrong goes to `wrong`, which raises CheckFailed unless given. Raises DeviceError without a device that the specs
-    declare, SpecError for a spec without an op that is measured. A peer that is missing, refuses or is wrong becomes a
-    note.
+    `records` maps a case's key to the GPU time of its last record; `axes` gives other cases of sparse decode, and
+    nothing but that is measured. Cases with a wrong output are left out, and what is wrong goes to `wrong`, which
+    raises CheckFailed unless given. Raises DeviceError without a device that the specs declare, SpecError for a spec
+    without an op that is measured. A peer that is missing, refuses or is wrong becomes a note.
     """
     for spec in specs:
         if not set(MEASURED_OPS) & set(spec.ops):
@@ -41,10 +43,12 @@ def run_sweep(
     known = records or {}
     decoding = [spec for spec in specs if DecodeFigures.op in spec.ops]
     figures: list[Figures] = list(
-        run.sweep_decode(decoding, with_peers=with_peers, seed=seed, records=known, progress=progress, wrong=wrong)
+        run.sweep_decode(
+            decoding, with_peers=with_peers, seed=seed, records=known, progress=progress, wrong=wrong, axes=axes
+        )
     )
     for spec in specs:
-        if TopkFigures.op in spec.ops:
+        if TopkFigures.op in spec.ops and not axes:
             figures += topk_run.sweep_topk(
                 spec, with_peers=with_peers, seed=seed, records=known, progress=progress, wrong=wrong
             )

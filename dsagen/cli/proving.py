@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dsagen.cli.selection import arch_option, describe_spec, json_option, quiet_option, select, specs_argument
-from dsagen.cli.table import aligned, echo_json, echo_lines
+from dsagen.cli.selection import arch_option, json_option, quiet_option, select, specs_argument
+from dsagen.cli.table import echo_json
 from dsagen.errors import CheckFailed, DeviceError, DsagenError, SpecError
 
 if TYPE_CHECKING:
-    from dsagen.bench.figures import Figures
     from dsagen.check.report import CheckReport
-    from dsagen.spec import DeploymentSpec
 
 # What a generator of torch takes.
 MAX_SEED = 2**63 - 1
@@ -128,70 +126,3 @@ def _require_proof(reports: Sequence[CheckReport]) -> None:
         if not report.conformant:
             reasons = ", ".join(dict.fromkeys(result.problem for result in report.results))
             raise DeviceError(f"{report.spec}: none of {len(report.results)} cases ran on {report.place}: {reasons}")
-
-
-@click.command()
-@specs_argument()
-@click.option("--peers", is_flag=True, help="Measure other libraries on the same inputs, in the same process.")
-@_RECORD
-@quiet_option
-@json_option
-def bench(specs: tuple[str, ...], peers: bool, record: Path | None, quiet: bool, as_json: bool) -> None:
-    """Measure the SPECs' kernels on this machine's device, beside the floor and the last record.
-
-    What is timed is compared with a reference. Peers that are not installed are noted: DSAGEN_PEER_SITE names a
-    folder to find them in.
-    """
-    from dsagen.bench.recording import last_times_us, record_figures, slower_lines
-    from dsagen.bench.sweep import current_device_name, run_sweep
-
-    selections = select(specs, ())
-    for selection in selections:
-        selection.matrix.require_complete()
-    loaded = [selection.spec for selection in selections]
-    records = last_times_us(current_device_name(), record)
-    wrong: list[str] = []
-    say = _say_nothing if quiet else _say
-    figures = run_sweep(loaded, with_peers=peers, records=records, progress=say, wrong=wrong.append)
-    files: set[Path] = set()
-    for spec in loaded:
-        own = [found for found in figures if found.spec == spec.name]
-        files.update(record_figures(spec, own, record))
-        if not (as_json or quiet):
-            echo_lines(_figure_lines(spec, own))
-    slower = slower_lines(figures)
-    if as_json:
-        echo_json({"figures": [found.to_json() for found in figures], "slower": slower})
-    elif quiet:
-        echo_lines(slower)
-    else:
-        echo_lines([*slower, f"recorded in {', '.join(sorted(map(str, files)))}"])
-    if wrong:
-        raise CheckFailed("\n  ".join((f"{len(wrong)} cases gave wrong outputs:", *wrong)))
-
-
-def _say(text: str) -> None:
-    click.echo(text, err=True)
-
-
-def _say_nothing(text: str) -> None:
-    pass
-
-
-def _figure_lines(spec: DeploymentSpec, figures: Sequence[Figures]) -> list[str]:
-    """A table for each op with a row for each case; what a peer could not do stands below it."""
-    from dsagen.bench.figures import number
-
-    lines: list[str] = []
-    for op in dict.fromkeys(found.op for found in figures):
-        own = [found for found in figures if found.op == op]
-        labels = list(dict.fromkeys(peer.label for found in own for peer in found.peers))
-        rows = []
-        for found in own:
-            by_label = {peer.label: peer.gpu_us for peer in found.peers}
-            rows.append([*found.cells(), *(number(by_label.get(label), ".1f") for label in labels)])
-        notes = dict.fromkeys(f"{peer.label}: {peer.note}" for found in own for peer in found.peers if peer.note)
-        title = f"{spec.name}: {describe_spec(spec)}, {op} on {own[0].device}"
-        lines += [title, *aligned(rows, [*own[0].header, *labels], indent=2), *(f"  {note}" for note in notes)]
-        lines += [f"  missed: {found.title}: {text}" for found in own for text in found.missed]
-    return lines

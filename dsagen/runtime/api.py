@@ -14,35 +14,34 @@ import torch
 from dsagen import knobs
 from dsagen.arch import arch as arch_row
 from dsagen.build.bundle import is_bundle, read_bundle
-from dsagen.errors import DeviceError, DsagenError, FrozenError, GuardError, SpecError, StoreError
-from dsagen.families.sparse_decode.choice import Candidate, candidates, choose, explain_choice
-from dsagen.families.sparse_decode.op import DecodeShape
+from dsagen.errors import DeviceError, DsagenError, GuardError, SpecError, StoreError
+from dsagen.families.sparse_decode.choice import explain_choice
 from dsagen.families.topk.op import TopkShape, explain_call
 from dsagen.family import family_of_op
 from dsagen.guard import require_int
 from dsagen.log import configure_library_logging
 from dsagen.matrix import expand
 from dsagen.plan import KernelPlan
+from dsagen.runtime import torch_ops as torch_ops  # defines the ops
 from dsagen.runtime.bundled import BundledCode
 from dsagen.runtime.cache_ops import CacheOps
+from dsagen.runtime.decode_ops import DecodeOps
 from dsagen.runtime.device_kernels import DeviceKernels
 from dsagen.runtime.driver import CudaDriver, Driver
 from dsagen.runtime.emulated import DEVICE as EMULATOR
 from dsagen.runtime.emulated import EmulatorDriver, EmulatorOptions, emulated_arch, read_ptx, require_known_device
+from dsagen.runtime.handles import register
+from dsagen.runtime.kv_cache import FORMS as CACHE_FORMS
 from dsagen.runtime.kv_cache import OP as CACHE_OP
-from dsagen.runtime.launch import ReadyLaunches
+from dsagen.runtime.launch import OpLaunches
 from dsagen.runtime.loader import Loader, ReadCode, device_arch, read_cubins
 from dsagen.runtime.plan_cache import PlanCache, PlanKey
 from dsagen.runtime.sparse_decode import (
     OP,
     DecodeBinder,
-    DecodeTensors,
     SparseDecodePlan,
-    call_arguments,
-    check_index_values,
-    make_outputs,
-    require_scale,
 )
+from dsagen.runtime.topk import FORM as TOPK_FORM
 from dsagen.runtime.topk import OP as TOPK_OP
 from dsagen.runtime.topk_ops import TopkOps
 from dsagen.spec import DeploymentSpec, load_spec
@@ -62,8 +61,8 @@ def load(
 
     `spec` is a file, a shipped spec's name, a mapping or a DeploymentSpec. `device` (torch's current one by default) is
     where plans are made unless they name another; tensors on other devices are served as well, as far as `archs` (some
-    of the spec's; all by default) cover them. DSAGEN_DEBUG_SYNC, DSAGEN_CHECK_INDICES, DSAGEN_LOG and DSAGEN_LOG_DEST
-    are read here.
+    of the spec's; all by default) cover them. The debug knobs (DSAGEN_DEBUG_SYNC,
+    DSAGEN_CHECK_INDICES, DSAGEN_POISON_WORKSPACE), DSAGEN_LAUNCHER, DSAGEN_LOG and DSAGEN_LOG_DEST are read here.
 
     With device="emulator" the same ops run the same kernels' PTX on CPU tensors, slowly and with every access checked,
     as the first of `archs`; `emulator` says how, in place of the DSAGEN_EMULATOR_* variables, which are read here too.
@@ -112,7 +111,7 @@ def _load_bundle(
     return Kernels(chosen.spec, device=device, archs=archs or chosen.archs, read=BundledCode.of(bundle, chosen.kernels))
 
 
-class Kernels(CacheOps, TopkOps):
+class Kernels(CacheOps, DecodeOps, TopkOps):
     """Kernels of one deployment, made by `dsagen.load`. Safe to use from several threads.
 
     `open_driver` and `read` are what a test replaces: the driver, and where cubins come from.
@@ -133,10 +132,14 @@ class Kernels(CacheOps, TopkOps):
         self._matrix.require_complete()
         self._archs = tuple(dict.fromkeys(cell.arch for cell in self._matrix.cells))
         self._debug_sync, self._checks_values = knobs.DEBUG_SYNC.get(), knobs.CHECK_INDICES.get()
+        self._poisons = knobs.POISON_WORKSPACE.get()
         self._driver = open_driver()
         self._loader = Loader(self._driver, read)
         self._binder = DecodeBinder(spec, self._driver)
-        self._launches = ReadyLaunches(self._driver, self._debug_sync)
+        self._topk_launches = OpLaunches(self._driver, TOPK_FORM, self._debug_sync)
+        self._cache_launches = {
+            role: OpLaunches(self._driver, form, self._debug_sync) for role, form in CACHE_FORMS.items()
+        }
         self._devices: dict[int, DeviceKernels] = {}
         # What calls without a plan share.
         self._plans: PlanCache[PlanKey, SparseDecodePlan] = PlanCache()
@@ -144,6 +147,8 @@ class Kernels(CacheOps, TopkOps):
         self._lock = threading.RLock()
         self._default = self._driver.current_device() if device is None else self._ordinal(device)
         self._loader.fetch(self._on(self._default).plans)
+        # What the ops of torch know these kernels by; see torch_ops.
+        self.handle = register(self, self._archs, type(self._driver).__name__)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise DsagenError(
@@ -217,139 +222,6 @@ class Kernels(CacheOps, TopkOps):
         )
         return "\n".join(filter(None, (head, explain_choice(judged, shape), combine)))
 
-    def sparse_decode_workspace_bytes(
-        self,
-        batch: int,
-        s_q: int,
-        topk: int,
-        *,
-        extra_topk: int = 0,
-        num_splits: int | None = None,
-        device: Device | None = None,
-    ) -> int:
-        """Bytes of the workspace that a plan of that shape needs; 0 where rows are not split. Allocates nothing."""
-        self._require_op(OP)
-        kernels = self._on(self._ordinal(device))
-        shape = self._shape(batch, s_q, topk, extra_topk)
-        return choose(self._judge(kernels, shape, num_splits)).partition.workspace_bytes
-
-    def plan_sparse_decode(
-        self,
-        batch: int,
-        s_q: int,
-        topk: int,
-        *,
-        extra_topk: int = 0,
-        num_splits: int | None = None,
-        workspace: torch.Tensor | None = None,
-        device: Device | None = None,
-    ) -> SparseDecodePlan:
-        """A plan for calls with q [batch, s_q, heads, d_qk], indices [batch, s_q, topk] and, unless `extra_topk` is 0,
-        extra_indices [batch, s_q, extra_topk].
-
-        `num_splits` overrides the spec's mode. `workspace` is uint8 memory of at least `sparse_decode_workspace_bytes`,
-        which must serve no other plan at the same time; without it the plan allocates its own. Loads kernels that are
-        not loaded yet. FrozenError during graph capture.
-        """
-        self._require_op(OP)
-        kernels = self._on(self._ordinal(device))
-        if self._driver.is_capturing(kernels.ordinal):
-            raise FrozenError(
-                f"sparse_decode: no plan for batch {batch}, s_q {s_q}, topk {topk}"
-                f"{f' + {extra_topk}' if extra_topk else ''} exists, and making one during CUDA "
-                "graph capture is not possible: call plan_sparse_decode before the capture and pass its plan"
-            )
-        chosen = choose(self._judge(kernels, self._shape(batch, s_q, topk, extra_topk), num_splits))
-        main = self._loader.load(chosen.plan, kernels.ordinal)
-        combine = self._loader.load(kernels.combine, kernels.ordinal) if chosen.partition.combine_ctas else None
-        shape = (batch, s_q, topk, extra_topk)
-        return SparseDecodePlan(
-            self.spec, self._driver, shape, chosen.partition, main, combine, workspace, self._debug_sync
-        )
-
-    def sparse_decode(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        indices: torch.Tensor,
-        *,
-        plan: SparseDecodePlan | None = None,
-        topk_length: torch.Tensor | None = None,
-        attn_sink: torch.Tensor | None = None,
-        extra_k_cache: torch.Tensor | None = None,
-        extra_indices: torch.Tensor | None = None,
-        extra_topk_length: torch.Tensor | None = None,
-        kpe_cache: torch.Tensor | None = None,
-        extra_kpe_cache: torch.Tensor | None = None,
-        softmax_scale: float | None = None,
-        out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention of each query token over the cache rows that its index list names, on the current stream.
-
-        - q: bf16 [batch, s_q, heads, d_qk], last dim contiguous
-        - k_cache: [pages, page_size, 1, columns] of the spec's KV format; pages may lie apart by any multiple of 16
-        bytes
-        - indices: int32 [batch, s_q, topk], page x page_size + slot; negative: no token. Ids at or past the pool are
-          masked; with DSAGEN_CHECK_INDICES they are an error, at the price of waiting for the device
-        - topk_length: int32 [batch] or [batch, s_q], live columns of each row; bounded to 0..topk (checked likewise)
-        - attn_sink: fp32 [heads], natural-log logits of a sink without value
-        - extra_k_cache, extra_indices [batch, s_q, extra_topk], extra_topk_length: a second cache in the same softmax,
-          of the spec's extra_kv, with pages, list and lengths of its own; a call may leave it out
-        - kpe_cache, extra_kpe_cache: the rotary dims of formats that keep them in a tensor of their own
-        - softmax_scale: the model's by default
-        - out, lse: destinations, allocated where not given
-
-        Returns out bf16 [batch, s_q, heads, d_v] and lse fp32 [batch, heads, s_q] in the spec's base, without the
-        sink. A row without tokens gives 0 and the spec's empty lse. Calls without `plan` share plans per shape and
-        stream; during CUDA graph capture they need one from an earlier call of that shape on that stream, so better
-        pass one. Raises GuardError for tensors that do not fit, FrozenError for what would have to be made during
-        capture, DeviceError when the driver refuses.
-        """
-        self._require_op(OP)
-        tensors = DecodeTensors(
-            q, k_cache, indices, topk_length, attn_sink, out, lse,
-            kpe_cache, extra_k_cache, extra_indices, extra_topk_length, extra_kpe_cache,
-        )  # fmt: skip
-        binding = self._binder.bind(tensors)
-        scale = self.spec.sm_scale if softmax_scale is None else require_scale(softmax_scale)
-        ordinal = self._driver.ordinal(binding.device)
-        assert ordinal is not None
-        stream = self._driver.current_stream(ordinal)
-        if plan is None:
-            if binding.batch * binding.s_q == 0:
-                return make_outputs(tensors, self.spec.dims.d_v)
-            shape = (binding.batch, binding.s_q, binding.topk, binding.extra_topk)
-            plan = self._shared_plan(PlanKey(*shape, ordinal, stream))
-        else:
-            self._require_own(plan)
-            plan.require_shape(binding)
-            plan.require_apart(tensors, binding)
-        rows = binding.batch * binding.s_q
-        if self._checks_values and rows:
-            self._check_values(tensors, ordinal)
-        results = make_outputs(tensors, self.spec.dims.d_v)
-        if rows:
-            call = call_arguments(self.spec, tensors, *results, scale)
-            plan.launch(binding.arguments, call, stream, (*tensors, *results))
-        return results
-
-    def _shared_plan(self, key: PlanKey) -> SparseDecodePlan:
-        with self._lock:
-            plan = self._plans.get(key)
-            if plan is None:
-                plan = self.plan_sparse_decode(
-                    key.batch, key.s_q, key.topk, extra_topk=key.extra_topk, device=key.ordinal
-                )
-                self._plans.add(key, plan)
-            elif self._driver.is_capturing(key.ordinal):
-                self._plans.pin(key)
-            return plan
-
-    def _check_values(self, tensors: DecodeTensors, ordinal: int) -> None:
-        self._refuse_capture(ordinal)
-        check_index_values(tensors)
-
     def _refuse_capture(self, ordinal: int) -> None:
         if self._driver.is_capturing(ordinal):
             raise GuardError(
@@ -357,23 +229,11 @@ class Kernels(CacheOps, TopkOps):
                 "unset it"
             )
 
-    def _require_own(self, plan: SparseDecodePlan) -> None:
-        if not isinstance(plan, SparseDecodePlan) or plan.spec is not self.spec:
-            raise GuardError("[T-09] plan: was not made by these kernels: pass what their plan_sparse_decode returned")
-
     def _require_op(self, op: str) -> None:
         if op not in self.spec.ops:
             raise GuardError(
                 f"[T-11] {op}: the spec {self.spec.name} declares ops {', '.join(self.spec.ops)}: add it there"
             )
-
-    def _shape(self, batch: int, s_q: int, topk: int, extra_topk: int) -> DecodeShape:
-        return DecodeShape(batch, s_q, self.spec.heads, topk, extra_topk)
-
-    def _judge(self, kernels: DeviceKernels, shape: DecodeShape, num_splits: int | None) -> tuple[Candidate, ...]:
-        spec, sm_count = self.spec, kernels.facts.sm_count
-        capacities = (spec.topk, spec.extra_topk)
-        return candidates(kernels.mains, shape, capacities, sm_count, spec.determinism, num_splits)
 
     def _on(self, ordinal: int) -> DeviceKernels:
         """The deployment's kernels for a device; DeviceError when its arch is not among them."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -11,9 +12,12 @@ from dsagen.arch import arch
 from dsagen.families.kv_cache.family import EXTRA
 from dsagen.families.kv_cache.op import RowsShape, explain_call
 from dsagen.guard import require_bool
+from dsagen.runtime import traced
+from dsagen.runtime.blocks import Number
 from dsagen.runtime.device_kernels import DeviceKernels
 from dsagen.runtime.driver import Driver
 from dsagen.runtime.kv_cache import (
+    FORMS,
     OP,
     bind_convert,
     bind_read,
@@ -23,7 +27,7 @@ from dsagen.runtime.kv_cache import (
     make_out,
     out_arguments,
 )
-from dsagen.runtime.launch import Number, ReadyLaunches
+from dsagen.runtime.launch import OpLaunches, Step
 from dsagen.runtime.loader import Loader
 from dsagen.spec import DeploymentSpec
 
@@ -32,9 +36,11 @@ class CacheOps(ABC):
     """kv_write, kv_read and kv_convert over what `Kernels` provides."""
 
     spec: DeploymentSpec
+    handle: str
     _driver: Driver
     _loader: Loader
-    _launches: ReadyLaunches
+    # By role.
+    _cache_launches: Mapping[str, OpLaunches]
     _checks_values: bool
 
     @abstractmethod
@@ -72,6 +78,11 @@ class CacheOps(ABC):
         Nothing but the named slots is written. Raises GuardError for what does not fit, FrozenError when the kernel
         would have to be loaded during capture or after freeze(), DeviceError when the driver refuses.
         """
+        if torch.compiler.is_compiling():
+            return traced.kv_write(self.handle, rows, k_cache, slots, k_pe=k_pe, kpe_cache=kpe_cache, extra=extra)
+        call = (rows, k_cache, slots, k_pe, kpe_cache, extra)
+        if not self._checks_values and self._cache_launches["write"].repeat(*call):
+            return None
         self._require_op(OP)
         record, write = cache_of(self.spec, require_bool("extra", extra)), self.spec.kv_write
         assert write is not None
@@ -79,7 +90,7 @@ class CacheOps(ABC):
         arguments = bind_write(tensors, record, write.rows, self._driver)
         ordinal = self._ordinal_of(rows)
         self._check_slots(ordinal, {"slots": (slots, arguments["pool_tokens"])})
-        self._launch_rows("write", extra, ordinal, arguments, tensors.values())
+        return self._launch_rows("write", extra, ordinal, arguments, call)
 
     def kv_read(
         self,
@@ -104,6 +115,22 @@ class CacheOps(ABC):
 
         A row without a slot in the pool is zeros. Raises as kv_write does.
         """
+        if torch.compiler.is_compiling():
+            options = {
+                "slots": slots,
+                "block_table": block_table,
+                "row_starts": row_starts,
+                "token_starts": token_starts,
+                "rows": rows,
+                "kpe_cache": kpe_cache,
+                "extra": extra,
+            }
+            return traced.kv_read(self.handle, k_cache, out, **options)
+        sources = (k_cache, kpe_cache, slots, block_table, row_starts, token_starts)
+        made = self._new_rows(k_cache, slots, rows, extra) if out is None else out
+        repeat = self._cache_launches["read"].repeat
+        if made is not None and not self._checks_values and repeat(*sources, made, extra, rows):
+            return made
         self._require_op(OP)
         record = cache_of(self.spec, require_bool("extra", extra))
         tensors = {
@@ -119,8 +146,8 @@ class CacheOps(ABC):
         ordinal = self._ordinal_of(k_cache)
         self._check_slots(ordinal, {"slots": (slots, arguments["pool_tokens"])})
         result = make_out(out, int(arguments["rows_count"]), record, k_cache.device)
-        operands = {**tensors, "out": result}.values()
-        self._launch_rows("read", extra, ordinal, {**arguments, **out_arguments(result)}, operands)
+        call = (*sources, result, extra, rows)
+        self._launch_rows("read", extra, ordinal, {**arguments, **out_arguments(result)}, call)
         return result
 
     def kv_convert(
@@ -141,14 +168,30 @@ class CacheOps(ABC):
 
         Bytes are moved, not decoded. Raises as kv_write does.
         """
+        slots = {"source_slots": source_slots, "target_slots": target_slots}
+        if torch.compiler.is_compiling():
+            return traced.kv_convert(self.handle, source, target, **slots, extra=extra)
+        call = (source, target, source_slots, target_slots, extra)
+        if not self._checks_values and self._cache_launches["convert"].repeat(*call):
+            return None
         self._require_op(OP)
         record = cache_of(self.spec, require_bool("extra", extra))
-        slots = {"source_slots": source_slots, "target_slots": target_slots}
         arguments = bind_convert({"source": source, "target": target, **slots}, record, self._driver)
         ordinal = self._ordinal_of(source)
         pools = ("source_tokens", "target_tokens")
         self._check_slots(ordinal, {n: (t, arguments[p]) for (n, t), p in zip(slots.items(), pools, strict=True)})
-        self._launch_rows("convert", extra, ordinal, arguments, (source, target, *slots.values()))
+        return self._launch_rows("convert", extra, ordinal, arguments, call)
+
+    def _new_rows(self, k_cache: object, slots: object, rows: object, extra: object) -> torch.Tensor | None:
+        """New rows for a read that is not checked yet; None for what is no read."""
+        record = self.spec.extra_kv_format if extra is True else self.spec.kv_format
+        count = slots.shape[0] if type(slots) is torch.Tensor and slots.dim() == 1 else rows
+        if record is None or type(k_cache) is not torch.Tensor or type(count) is not int or count < 1:
+            return None
+        try:
+            return torch.empty((count, record.d_qk), dtype=torch.bfloat16, device=k_cache.device)
+        except RuntimeError:  # no memory, as for a size that a check would refuse
+            return None
 
     def _check_slots(self, ordinal: int, slots: Mapping[str, tuple[torch.Tensor | None, Number]]) -> None:
         if self._checks_values:
@@ -162,13 +205,15 @@ class CacheOps(ABC):
         extra: bool,
         ordinal: int,
         arguments: Mapping[str, Number],
-        operands: Iterable[torch.Tensor | None],
+        call: tuple[Any, ...],
     ) -> None:
+        """Launch a role's kernel; `call` is what identifies the call, see FORMS: its tensors come first."""
         shape = RowsShape(int(arguments["rows_count"]))
         if shape.rows:
             (plan,) = self._on(ordinal).by_role[OP, role + EXTRA if extra else role]
-            kernel, stream = self._loader.load(plan, ordinal), self._driver.current_stream(ordinal)
-            self._launches.launch(OP, [kernel], shape.blocks, stream, arguments, tuple(operands))
+            step, stream = Step(self._loader.load(plan, ordinal), shape.blocks), self._driver.current_stream(ordinal)
+            operands = call[: len(FORMS[role].tensors)]
+            self._cache_launches[role].launch([step], stream, arguments, operands, call)
 
     def _explain_rows(self, ordinal: int, rows: int) -> str:
         """What calls of the cache ops with that many rows take."""

@@ -12,7 +12,7 @@ from dsagen.families.sparse_decode.guards import POOL_GUARDS, SAME_PAGES_GUARD
 from dsagen.families.sparse_decode.rows import part_segments
 from dsagen.guard import check
 from dsagen.kv_format import CacheTensor, KvFormat
-from dsagen.runtime.launch import Number
+from dsagen.runtime.blocks import Number
 from dsagen.runtime.tensors import TensorRule, require
 
 

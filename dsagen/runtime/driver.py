@@ -12,6 +12,7 @@ import torch
 
 from dsagen import knobs
 from dsagen.errors import DeviceError
+from dsagen.runtime.native import open_launcher
 
 # CUDA 12.8, the first driver generation (570) whose loader takes what the build makes.
 MIN_DRIVER_VERSION = 12080
@@ -75,7 +76,8 @@ class PointerField:
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """One launch: `grid` CTAs in x, `threads` each. `overlaps_previous` asks for programmatic stream serialisation.
+    """One launch: `grid` CTAs in x, `threads` each, `cluster` of them in one. `overlaps_previous` asks for programmatic
+    stream serialisation.
 
     `pointers` are for a driver that keeps kernels to the memory of their call.
     """
@@ -86,6 +88,7 @@ class LaunchConfig:
     stream: int
     overlaps_previous: bool
     pointers: tuple[PointerField, ...] = field(default=(), repr=False, compare=False)
+    cluster: int = 1
 
 
 # The tensors of a call that its argument block may point into. A CUDA device maps all memory and ignores them.
@@ -115,11 +118,26 @@ class Driver(Protocol):
     def is_capturing(self, ordinal: int) -> bool:
         """Whether the current stream of the device is being captured, or forbids calls because another one is."""
 
+    def capture_id(self, ordinal: int) -> int:
+        """A number for the capture that the current stream is in, 0 without one."""
+
+    def allocate(self, ordinal: int, size_bytes: int, zero: bool) -> torch.Tensor:
+        """uint8 memory for the current stream that lies outside of every pool and mode of torch that is active."""
+
     def make_launch(self, ordinal: int, kernel: Any, config: LaunchConfig, params: int) -> Callable[[Operands], None]:
         """A prepared launch, to be called with a call's operands.
 
         `params` is the address of the array of parameter pointers, which must stay alive.
         """
+
+    def launcher(self) -> Any:
+        """The launcher in C on this driver, or None: then launches are made by `make_launch`."""
+
+    def handles(self, ordinal: int, kernel: Any) -> tuple[int, int]:
+        """A kernel's function and the context that it runs in, as the launcher takes them."""
+
+    def error_of(self, what: str, code: int) -> DriverError:
+        """The error for a code that the driver has given the launcher."""
 
     def synchronize(self, ordinal: int, stream: int) -> None: ...  # noqa: D102
     def keep_for_stream(self, ordinal: int, tensor: torch.Tensor) -> None:
@@ -129,14 +147,17 @@ class Driver(Protocol):
 class CudaDriver:
     """The real driver, by cuda-python, in the primary contexts that torch uses as well.
 
-    Raises DeviceError when there is no driver, no device, a driver that is too old, or a torch without CUDA.
+    `launcher` overrides DSAGEN_LAUNCHER. Raises DeviceError when there is no driver, no device, a driver that is too
+    old, or a torch without CUDA.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, launcher: str | None = None) -> None:
         self._cuda = _import_driver()
         self._contexts: dict[int, Any] = {}
+        self._context_handles: dict[int, int] = {}
         self._lock = threading.Lock()
         _require_torch_cuda()
+        self._launcher = open_launcher(launcher)
         torch.cuda.init()  # type: ignore[no-untyped-call]
 
     def device_count(self) -> int:
@@ -215,12 +236,54 @@ class CudaDriver:
 
     def is_capturing(self, ordinal: int) -> bool:
         """Whether the current stream is being captured; the legacy stream refuses while any other one is."""
+        launcher, stream = self._launcher.launcher, self.current_stream(ordinal)
+        if launcher is not None:
+            status = launcher.capture_status(self._context(ordinal), stream)
+            return status > 0 or (status < 0 and self._forbids(self._cuda.CUresult(-status)))
         with self._current(ordinal):
-            result, *status = self._cuda.cuStreamIsCapturing(self.current_stream(ordinal))
-        if result.name in CAPTURE_ERRORS:
-            return True
-        _check(self._cuda, "cuStreamIsCapturing", result)
-        return bool(status[0] != self._cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
+            result, *found = self._cuda.cuStreamIsCapturing(stream)
+        if result:
+            return self._forbids(result)
+        return bool(found[0] != self._cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
+
+    def _forbids(self, result: Any) -> bool:
+        """Whether an answer says that a capture forbids the question; anything else is raised."""
+        if result.name not in CAPTURE_ERRORS:
+            _check(self._cuda, "cuStreamIsCapturing", result)
+        return True
+
+    def capture_id(self, ordinal: int) -> int:
+        """The number of the capture that the current stream is in; -1 where one of another stream forbids to ask."""
+        with self._current(ordinal):
+            result, *found = self._cuda.cuStreamGetCaptureInfo(self.current_stream(ordinal))
+        if result and self._forbids(result):
+            return -1
+        active = self._cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
+        return int(found[1]) if found[0] == active else 0
+
+    def allocate(self, ordinal: int, size_bytes: int, zero: bool) -> torch.Tensor:
+        """Memory of torch's allocator, from a thread of its own: what is active in the caller's does not reach it."""
+        found: list[torch.Tensor | RuntimeError] = []
+        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+        def work() -> None:
+            try:
+                with torch.cuda.device(ordinal):
+                    make = torch.zeros if zero else torch.empty
+                    found.append(make(size_bytes, dtype=torch.uint8, device="cuda"))
+                    # Whoever had the memory before may not be done with it.
+                    ready.record()
+            except RuntimeError as error:
+                found.append(error)
+
+        thread = threading.Thread(target=work, name="dsagen-allocate")
+        thread.start()
+        thread.join()
+        (result,) = found
+        if isinstance(result, RuntimeError):
+            raise result
+        torch.cuda.current_stream(ordinal).wait_event(ready)
+        return result
 
     def make_launch(self, ordinal: int, kernel: Any, config: LaunchConfig, params: int) -> Callable[[Operands], None]:
         """A prepared cuLaunchKernelEx."""
@@ -229,12 +292,8 @@ class CudaDriver:
         launch.blockDimX, launch.blockDimY, launch.blockDimZ = config.threads, 1, 1
         launch.sharedMemBytes = config.smem_bytes
         launch.hStream = config.stream
-        if config.overlaps_previous:
-            attribute = self._cuda.CUlaunchAttribute()
-            attribute.id = self._cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            attribute.value.programmaticStreamSerializationAllowed = 1
-            launch.attrs = [attribute]
-            launch.numAttrs = 1
+        launch.attrs = self._launch_attributes(config)
+        launch.numAttrs = len(launch.attrs)
         function, call = kernel.function, self._cuda.cuLaunchKernelEx
 
         def run(_: Operands) -> None:
@@ -243,6 +302,33 @@ class CudaDriver:
             _check(self._cuda, "cuLaunchKernelEx", result)
 
         return run
+
+    def _launch_attributes(self, config: LaunchConfig) -> list[Any]:
+        kinds, attributes = self._cuda.CUlaunchAttributeID, []
+        if config.overlaps_previous:
+            overlap = self._cuda.CUlaunchAttribute()
+            overlap.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            overlap.value.programmaticStreamSerializationAllowed = 1
+            attributes.append(overlap)
+        if config.cluster > 1:
+            cluster = self._cuda.CUlaunchAttribute()
+            cluster.id = kinds.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            cluster.value.clusterDim.x = config.cluster
+            cluster.value.clusterDim.y = cluster.value.clusterDim.z = 1
+            attributes.append(cluster)
+        return attributes
+
+    def launcher(self) -> Any:
+        """The launcher in C, unless DSAGEN_LAUNCHER forbids it or it cannot be compiled."""
+        return self._launcher.launcher
+
+    def handles(self, ordinal: int, kernel: Any) -> tuple[int, int]:
+        """The function in the device's context, and that context."""
+        return int(kernel.function), self._context(ordinal)
+
+    def error_of(self, what: str, code: int) -> DriverError:
+        """The error with the driver's own words."""
+        return _driver_error(self._cuda, what, self._cuda.CUresult(code))
 
     def synchronize(self, ordinal: int, stream: int) -> None:
         """Wait for a stream; raises what its work reports."""
@@ -257,11 +343,17 @@ class CudaDriver:
         return self._call("cuDeviceGet", ordinal)
 
     def _current(self, ordinal: int) -> _CurrentContext:
-        context = self._contexts.get(ordinal)
-        if context is None:
+        self._context(ordinal)
+        return _CurrentContext(self._cuda, self._contexts[ordinal])
+
+    def _context(self, ordinal: int) -> int:
+        """The handle of a device's primary context."""
+        found = self._context_handles.get(ordinal)
+        if found is None:
             with self._lock:
                 context = self._contexts[ordinal] = self._call("cuDevicePrimaryCtxRetain", self._device(ordinal))
-        return _CurrentContext(self._cuda, context)
+                found = self._context_handles[ordinal] = int(context)
+        return found
 
     def _call(self, name: str, *arguments: Any) -> Any:
         result, *values = getattr(self._cuda, name)(*arguments)

@@ -20,7 +20,14 @@ from dsagen.emulator.library import load_library
 from dsagen.errors import DeviceError, EmulatorLimitError, GuardError
 from dsagen.guard import require_int
 from dsagen.plan import KernelPlan
-from dsagen.runtime.driver import DeviceFacts, KernelAttributes, LaunchConfig, Operands, PointerField
+from dsagen.runtime.driver import (
+    DeviceFacts,
+    DriverError,
+    KernelAttributes,
+    LaunchConfig,
+    Operands,
+    PointerField,
+)
 from dsagen.runtime.loader import code_of_entries
 from dsagen.runtime.tensors import span_bytes
 
@@ -171,6 +178,15 @@ class EmulatorDriver:
         """Never: there are no graphs here."""
         return False
 
+    def capture_id(self, ordinal: int) -> int:
+        """None: there are no graphs here."""
+        return 0
+
+    def allocate(self, ordinal: int, size_bytes: int, zero: bool) -> torch.Tensor:
+        """Memory of the host."""
+        make = torch.zeros if zero else torch.empty
+        return make(size_bytes, dtype=torch.uint8)
+
     def make_launch(
         self, ordinal: int, kernel: _Kernel, config: LaunchConfig, params: int
     ) -> Callable[[Operands], None]:
@@ -206,6 +222,17 @@ class EmulatorDriver:
                 self.options.observe(EmulatedLaunch(kernel.symbol, config.grid, counts))
 
         return run
+
+    def launcher(self) -> None:
+        """None: there is no CUDA driver to launch on."""
+
+    def handles(self, ordinal: int, kernel: _Kernel) -> tuple[int, int]:
+        """Never asked for, without a launcher."""
+        raise DeviceError(f"{kernel.symbol}: the emulator has no handles of a CUDA driver")
+
+    def error_of(self, what: str, code: int) -> DriverError:
+        """Never asked for, without a launcher."""
+        return DriverError(what, str(code), "no error of the emulator")
 
     def synchronize(self, ordinal: int, stream: int) -> None:
         """Nothing: launches have ended when they return."""

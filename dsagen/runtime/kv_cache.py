@@ -20,8 +20,9 @@ from dsagen.families.kv_cache.guards import (
 )
 from dsagen.guard import check, require_int
 from dsagen.kv_format import KvFormat
+from dsagen.runtime.blocks import Number
 from dsagen.runtime.driver import Driver
-from dsagen.runtime.launch import Number
+from dsagen.runtime.launch import CallForm
 from dsagen.runtime.tensors import (
     TensorRule,
     require,
@@ -38,6 +39,22 @@ OP = "kv_cache"
 _SLOT_DTYPES = ("int32", "int64")
 
 Tensors = Mapping[str, Any]
+
+
+def _form(tensors: tuple[str, ...], outputs: set[str], scalars: int, addresses: Mapping[str, str]) -> CallForm:
+    names = {name: name for name in tensors if not name.endswith("cache")}
+    return CallForm(OP, tensors, frozenset(outputs), scalars, {**names, **addresses})
+
+
+_CACHES = {"cache": "k_cache", "rope_cache": "kpe_cache"}
+# Calls by role. The scalars are `extra`, and `rows` of a read.
+FORMS: Mapping[str, CallForm] = {
+    "write": _form(("rows", "k_cache", "slots", "k_pe", "kpe_cache"), {"k_cache", "kpe_cache"}, 1, _CACHES),
+    "read": _form(
+        ("k_cache", "kpe_cache", "slots", "block_table", "row_starts", "token_starts", "out"), {"out"}, 2, _CACHES
+    ),
+    "convert": _form(("source", "target", "source_slots", "target_slots"), {"target"}, 1, {}),
+}
 
 
 class Pool(NamedTuple):

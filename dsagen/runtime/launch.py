@@ -1,56 +1,51 @@
-"""Argument blocks and launches: the plan's parameter table becomes bytes, the bytes a launch."""
+"""Launches of an op's kernels: by the launcher in C, which repeats known calls by itself, or by cuda-python."""
 
 from __future__ import annotations
 
-import ctypes
-import struct
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from operator import itemgetter
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
 
 from dsagen.errors import DeviceError, DsagenError
-from dsagen.plan import KernelPlan, ParamField
+from dsagen.runtime.blocks import ArgumentBlock, BlockLayout, Number
 from dsagen.runtime.driver import Driver, DriverError, LaunchConfig, Operands, PointerField
 from dsagen.runtime.loader import LoadedKernel
-
-_CODES = {"u8": "B", "u16": "H", "u32": "I", "i32": "i", "f32": "f", "u64": "Q", "i64": "q", "pointer": "Q"}
+from dsagen.runtime.tensors import span_bytes
 
 # Launches kept ready; a serving process has a handful of batch sizes.
 _MAX_LAUNCHES = 64
+# Calls that the launcher in C remembers, for each op or plan. Past it, it begins anew.
+_MAX_CALLS = 256
 
-Number = int | float
+
+@dataclass(frozen=True)
+class CallForm:
+    """What makes two calls of an op alike, and where the addresses of their arguments come from.
+
+    A call is its `tensors` in this order, of which the first is always given, and then so many `scalars`, from which
+    all arguments follow. `outputs` are those tensors that the kernels write. `addresses` gives for a pointer of the
+    argument block the tensor that it leads into, of several names the first that the call brings; how far into it
+    follows from the call as well. `held` are pointers into memory of a plan.
+    """
+
+    op: str
+    tensors: tuple[str, ...]
+    outputs: frozenset[str]
+    scalars: int
+    addresses: Mapping[str, str | tuple[str, ...]]
+    held: frozenset[str] = frozenset()
 
 
-class ArgumentBlock:
-    """The one parameter of a kernel, in memory with a stable address; its layout is the plan's parameter table."""
+@dataclass(frozen=True)
+class Step:
+    """One kernel of a call, with its grid in CTAs."""
 
-    def __init__(self, plan: KernelPlan) -> None:
-        self._slug = plan.slug
-        self.names = tuple(field.name for field in plan.params)
-        self._struct = struct.Struct(_format(plan.params, plan.params_bytes))
-        self._select: Callable[[Mapping[str, Number]], tuple[Number, ...]] = itemgetter(*self.names)
-        self._memory = ctypes.create_string_buffer(plan.params_bytes)
-        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._memory))
-
-    @property
-    def pointers_address(self) -> int:
-        """Address of the array of parameter pointers that a launch takes."""
-        return ctypes.addressof(self._pointers)
-
-    def write(self, values: Mapping[str, Number]) -> None:
-        """Pack every member; names that the block does not have are for other kernels."""
-        try:
-            self._struct.pack_into(self._memory, 0, *self._select(values))
-        except KeyError as error:
-            raise DsagenError(f"{self._slug}: nothing gives its parameter {error.args[0]!r}") from None
-        except struct.error as error:
-            raise DsagenError(f"{self._slug}: an argument does not fit its parameter: {error}: {self.read()}") from None
-
-    def read(self) -> dict[str, Any]:
-        """The members as last written."""
-        return dict(zip(self.names, self._struct.unpack_from(self._memory), strict=True))
+    kernel: LoadedKernel
+    grid: int
 
 
 class KernelLaunch:
@@ -66,16 +61,10 @@ class KernelLaunch:
         block: ArgumentBlock,
         debug_sync: bool,
     ) -> None:
-        plan = kernel.plan
         self._driver, self._op, self._kernel = driver, op, kernel
         self._block, self._debug_sync = block, debug_sync
-        pointers = tuple(
-            PointerField(field.name, field.offset_bytes, not field.target.startswith("const "), field.kept)
-            for field in plan.params
-            if field.ctype == "pointer"
-        )
-        self._config = LaunchConfig(grid, plan.threads, plan.smem_bytes, stream, plan.overlaps_previous, pointers)
-        self._launch = driver.make_launch(kernel.ordinal, kernel.handle, self._config, block.pointers_address)
+        self._config = launch_config(Step(kernel, grid), stream)
+        self.prepared = driver.make_launch(kernel.ordinal, kernel.handle, self._config, block.pointers_address)
 
     def __call__(self, values: Mapping[str, Number], operands: Operands) -> None:
         """Write the arguments and launch; DeviceError names op, kernel and arguments when the driver refuses.
@@ -84,74 +73,179 @@ class KernelLaunch:
         """
         self._block.write(values)
         try:
-            self._launch(operands)
+            self.prepared(operands)
             if self._debug_sync:
                 self._wait()
         except DriverError as error:
-            raise DeviceError(self._failure_text(error)) from None
+            text = failure_text(self._op, self._kernel, self._config, self._block.read(), error, self._debug_sync)
+            raise DeviceError(text) from None
 
     def _wait(self) -> None:
         # Nothing runs while a graph is captured, so there is nothing to wait for.
         if not self._driver.is_capturing(self._kernel.ordinal):
             self._driver.synchronize(self._kernel.ordinal, self._config.stream)
 
-    def _failure_text(self, error: DriverError) -> str:
-        hint = (
-            ""
-            if self._debug_sync
-            else ". An earlier kernel may be the cause: DSAGEN_DEBUG_SYNC=1 waits after each launch"
-        )
-        arguments = ", ".join(f"{name}={value}" for name, value in self._block.read().items())
-        return (
-            f"{self._op}: {self._kernel.plan.slug} failed on device {self._kernel.ordinal}: {error} "
-            f"({self._config}; {arguments}){hint}"
-        )
 
+class OpLaunches:
+    """Launches an op's kernels, all of one call together. Safe to use from several threads.
 
-class ReadyLaunches:
-    """Launches without a plan, kept ready per kernel, device, grid and stream. Safe to use from several threads."""
+    `repeat(*tensors, *scalars)` launches a call again that is like one that was launched before, and says whether it
+    did: what it does not know, or what looks odd, it leaves to the checks of `launch`'s caller. It is the launcher's
+    own function, so it costs no Python. With `repeats` False it never does.
+    """
 
-    def __init__(self, driver: Driver, debug_sync: bool) -> None:
-        self._driver, self._debug_sync = driver, debug_sync
+    repeat: Callable[..., bool]
+
+    def __init__(self, driver: Driver, form: CallForm, debug_sync: bool, repeats: bool = True) -> None:
+        self._driver, self._form, self._debug_sync = driver, form, debug_sync
         self._launches: OrderedDict[tuple[str, int, int, int], KernelLaunch] = OrderedDict()
+        self._layouts: dict[str, BlockLayout] = {}
         self._lock = threading.Lock()
+        # The debug knob waits between kernels, which the launcher in C does not.
+        launcher = None if debug_sync else driver.launcher()
+        self._calls = None if launcher is None else launcher.calls(*_call_sizes(form), _MAX_CALLS, self._raise_failure)
+        self.repeat = self._calls.repeat if self._calls is not None and repeats else _never
 
     def __len__(self) -> int:
-        return len(self._launches)
+        """Launches that are kept ready."""
+        return len(self._launches) if self._calls is None else len(self._calls)
+
+    def prepared(self) -> list[Callable[[Operands], None]]:
+        """What the driver has been made ready to launch, for measuring it alone; none with a launcher in C."""
+        return [launch.prepared for launch in self._launches.values()]
+
+    def hold_stream(self, stream: int | None) -> None:
+        """Repeat calls on this stream only; for None on no stream at all."""
+        if self._calls is not None:
+            self._calls.hold_stream(stream)
+
+    def reserve(self, workspace: torch.Tensor) -> None:
+        """Repeat no call with a tensor that reaches into this memory."""
+        if self._calls is not None:
+            first = workspace.data_ptr()
+            self._calls.reserve(first, first + workspace.numel() * workspace.element_size())
 
     def launch(
         self,
-        op: str,
-        kernels: Sequence[LoadedKernel],
-        grid: int,
+        steps: Sequence[Step],
         stream: int,
         values: Mapping[str, Number],
         operands: Operands,
+        call: tuple[Any, ...],
     ) -> None:
-        """Run an op's kernels one after the other on a stream; `operands` are the tensors of the call and its plan."""
+        """Run an op's kernels one after the other on a stream.
+
+        `operands` are the tensors of the call and its plan, `call` is what `repeat` takes for a call like this one.
+        DeviceError names op, kernel and arguments when the driver refuses.
+        """
         # The lock covers the launches too: until then the arguments lie in a launch's own block, and another thread's
         # kernel must not come between two that share a workspace.
         with self._lock:
-            for kernel in kernels:
-                self._ready(op, kernel, grid, stream)(values, operands)
+            if self._calls is None:
+                for step in steps:
+                    self._ready(step, stream)(values, operands)
+                return
+            chosen = tuple(steps)
+            launches = tuple(self._describe(step, values, call) for step in chosen)
+            context = self._driver.handles(chosen[0].kernel.ordinal, chosen[0].kernel.handle)[1]
+            self._calls.launch(stream, context, launches, chosen)
+            self._calls.remember(call, context, launches, chosen)
 
-    def _ready(self, op: str, kernel: LoadedKernel, grid: int, stream: int) -> KernelLaunch:
-        key = (kernel.plan.slug, kernel.ordinal, grid, stream)
+    def _describe(self, step: Step, values: Mapping[str, Number], call: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What the launcher takes for a kernel: handle, configuration, block, and which of its bytes are addresses."""
+        plan = step.kernel.plan
+        config = launch_config(step, 0)
+        layout = self._layouts.get(plan.slug)
+        if layout is None:
+            layout = self._layouts[plan.slug] = BlockLayout(plan)
+        function, _ = self._driver.handles(step.kernel.ordinal, step.kernel.handle)
+        block = layout.pack(values)
+        addresses = tuple(self._addresses(plan.slug, config.pointers, values, call))
+        overlaps = config.overlaps_previous
+        return function, config.grid, config.threads, config.smem_bytes, overlaps, config.cluster, block, addresses
+
+    def _addresses(
+        self, slug: str, pointers: Sequence[PointerField], values: Mapping[str, Number], call: tuple[Any, ...]
+    ) -> list[tuple[int, int, int]]:
+        """Of each address that changes from call to call: offset in the block, place of the tensor, bytes into it."""
+        found = []
+        for pointer in pointers:
+            if pointer.name in self._form.held:
+                continue
+            place = self._place(slug, pointer.name, call)
+            tensor = None if place is None else call[place]
+            # What is left out or empty has no address, and its call says so.
+            if tensor is None or not tensor.numel():
+                continue
+            distance = int(values[pointer.name]) - tensor.data_ptr()
+            if not 0 <= distance < span_bytes(tensor):
+                name = self._form.tensors[place or 0]
+                raise DsagenError(f"{slug}: its parameter {pointer.name!r} does not lead into {name}")
+            found.append((pointer.offset_bytes, place or 0, distance))
+        return found
+
+    def _place(self, slug: str, pointer: str, call: tuple[Any, ...]) -> int | None:
+        """Place in a call of the tensor that a pointer leads into, None where the call does not bring it."""
+        form = self._form
+        if pointer not in form.addresses:
+            raise DsagenError(f"{slug}: no tensor of {form.op} is named for its parameter {pointer!r}")
+        sources = form.addresses[pointer]
+        places = [form.tensors.index(name) for name in ((sources,) if isinstance(sources, str) else sources)]
+        return next((place for place in places if call[place] is not None), None)
+
+    def _ready(self, step: Step, stream: int) -> KernelLaunch:
+        kernel = step.kernel
+        key = (kernel.plan.slug, kernel.ordinal, step.grid, stream)
         launch = self._launches.get(key)
         if launch is None:
             block = ArgumentBlock(kernel.plan)
-            launch = KernelLaunch(self._driver, op, kernel, grid, stream, block, self._debug_sync)
+            op, debug_sync = self._form.op, self._debug_sync
+            launch = KernelLaunch(self._driver, op, kernel, step.grid, stream, block, debug_sync)
             self._launches[key] = launch
             if len(self._launches) > _MAX_LAUNCHES:
                 self._launches.popitem(last=False)
         self._launches.move_to_end(key)
         return launch
 
+    def _raise_failure(self, code: int, index: int, block: bytes, stream: int, steps: Sequence[Step]) -> NoReturn:
+        error = self._driver.error_of("cuLaunchKernelEx" if index >= 0 else "the launch's context", code)
+        step = steps[max(index, 0)]
+        values = BlockLayout(step.kernel.plan).unpack(block) if block else {}
+        raise DeviceError(
+            failure_text(self._form.op, step.kernel, launch_config(step, stream), values, error, debug_sync=False)
+        )
 
-def _format(params: tuple[ParamField, ...], params_bytes: int) -> str:
-    """Format string (of struct) for a parameter table, with every gap spelled out."""
-    text, end = "<", 0
-    for field in params:
-        text += f"{field.offset_bytes - end}x{_CODES[field.ctype]}"
-        end = field.offset_bytes + field.size_bytes
-    return f"{text}{params_bytes - end}x"
+
+def launch_config(step: Step, stream: int) -> LaunchConfig:
+    """The launch of a step."""
+    plan = step.kernel.plan
+    pointers = tuple(
+        PointerField(field.name, field.offset_bytes, not field.target.startswith("const "), field.kept)
+        for field in plan.params
+        if field.ctype == "pointer"
+    )
+    return LaunchConfig(step.grid, plan.threads, plan.smem_bytes, stream, plan.overlaps_previous, pointers)
+
+
+def failure_text(
+    op: str,
+    kernel: LoadedKernel,
+    config: LaunchConfig,
+    values: Mapping[str, Any],
+    error: DriverError,
+    debug_sync: bool,
+) -> str:
+    """What is said of a launch that the driver refuses."""
+    hint = "" if debug_sync else ". An earlier kernel may be the cause: DSAGEN_DEBUG_SYNC=1 waits after each launch"
+    arguments = ", ".join(f"{name}={value}" for name, value in values.items())
+    return f"{op}: {kernel.plan.slug} failed on device {kernel.ordinal}: {error} ({config}; {arguments}){hint}"
+
+
+def _never(*_: object) -> bool:
+    """Without a launcher in C every call takes the way through the checks."""
+    return False
+
+
+def _call_sizes(form: CallForm) -> tuple[int, int, int]:
+    outputs = sum(1 << place for place, name in enumerate(form.tensors) if name in form.outputs)
+    return len(form.tensors), form.scalars, outputs

@@ -11,7 +11,7 @@ MAX_WORKSPACE_BYTES = 256 << 20
 
 
 class PlanKey(NamedTuple):
-    """What decides a cached plan of sparse decode; `stream` is a raw handle."""
+    """What decides a cached plan of sparse decode; `stream` is a raw handle, `num_splits` None unless it is given."""
 
     batch: int
     s_q: int
@@ -19,6 +19,7 @@ class PlanKey(NamedTuple):
     extra_topk: int
     ordinal: int
     stream: int
+    num_splits: int | None = None
 
 
 class HoldsWorkspace(Protocol):
@@ -40,7 +41,7 @@ class PlanCache(Generic[Key, Plan]):
         self._max_plans, self._max_workspace_bytes = max_plans, max_workspace_bytes
         self._plans: OrderedDict[Key, Plan] = OrderedDict()
         self._pinned: dict[Key, Plan] = {}
-        self._taken: list[Plan] = []
+        self._taken: dict[tuple[Key, int], Plan] = {}
 
     def get(self, key: Key) -> Plan | None:
         """The plan of that key, which then counts as the one used last."""
@@ -59,10 +60,11 @@ class PlanCache(Generic[Key, Plan]):
             _, dropped = self._plans.popitem(last=False)
             held_bytes -= dropped.workspace_bytes
 
-    def take(self, key: Key) -> None:
-        """Keep a plan for good, and for nobody else: a captured graph works in its memory."""
-        if key in self._plans:
-            self._taken.append(self._plans.pop(key))
+    def take(self, key: Key, capture: int) -> Plan | None:
+        """The plan of a key for good, for the calls of one captured graph and nobody else; None without one."""
+        if (key, capture) not in self._taken and key in self._plans:
+            self._taken[key, capture] = self._plans.pop(key)
+        return self._taken.get((key, capture))
 
     def pin(self, key: Key) -> None:
         """Keep a plan for good: a captured graph holds its workspace's address."""

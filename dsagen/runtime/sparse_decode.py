@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, SupportsIndex
 
@@ -17,9 +17,11 @@ from dsagen.families.sparse_decode.op import WORKSPACE_ALIGNMENT_BYTES, DecodePa
 from dsagen.families.sparse_decode.rows import part_segments
 from dsagen.guard import check
 from dsagen.kv_format import KvFormat
+from dsagen.runtime.blocks import Number
 from dsagen.runtime.decode_caches import no_pool_arguments, pool_addresses, pool_arguments
+from dsagen.runtime.decode_outputs import new_outputs, output_strides
 from dsagen.runtime.driver import Driver, Operands
-from dsagen.runtime.launch import ArgumentBlock, KernelLaunch, Number
+from dsagen.runtime.launch import CallForm, OpLaunches, Step
 from dsagen.runtime.loader import LoadedKernel
 from dsagen.runtime.tensors import (
     TensorRule,
@@ -65,6 +67,19 @@ class DecodeTensors(NamedTuple):
         """Name and tensor of those that the call brings; q, k_cache and indices always."""
         pairs = zip(self._fields, self, strict=True)
         return [(name, tensor) for name, tensor in pairs if tensor is not None or name in _REQUIRED]
+
+
+# Pointers of the argument blocks, and the tensors that they lead into.
+_ADDRESSES: Mapping[str, str | tuple[str, ...]] = {
+    **{name: name for name in ("q", "indices", "topk_length", "attn_sink", "out", "lse")},
+    **{name: name for name in ("extra_indices", "extra_topk_length")},
+    "kv": "k_cache",
+    "kv_part": ("kpe_cache", "k_cache"),
+    "extra_kv": "extra_k_cache",
+    "extra_kv_part": ("extra_kpe_cache", "extra_k_cache"),
+}
+# A call is its tensors and the softmax scale, as given.
+FORM = CallForm(OP, DecodeTensors._fields, _OUTPUTS, 1, _ADDRESSES, frozenset({"lse_accum", "o_accum"}))
 
 
 @dataclass(frozen=True)
@@ -128,7 +143,7 @@ class DecodeBinder:
         _require_optional(t, batch, s_q, heads, fmt.d_v)
 
         lists = {**_query_strides(t), **_list_strides("", t.indices, t.topk_length)}
-        arguments = {**lists, **_output_strides(t, batch, s_q, heads, fmt.d_v)}
+        arguments = {**lists, **output_strides(t, batch, s_q, heads, fmt.d_v)}
         values = {
             **arguments,
             "heads": heads,
@@ -188,13 +203,14 @@ class SparseDecodePlan:
         combine: LoadedKernel | None,
         workspace: torch.Tensor | None,
         debug_sync: bool,
+        poisons: bool = False,
     ) -> None:
         self.spec = spec
         self.batch, self.s_q, self.topk, self.extra_topk = shape
         self.partition = partition
         self.device = driver.torch_device(main.ordinal)
-        self._driver, self._main, self._combine, self._debug_sync = driver, main, combine, debug_sync
-        self.workspace = _checked_workspace(workspace, partition.workspace_bytes, self.device)
+        self._driver, self._main = driver, main
+        self.workspace = self._make_workspace(workspace, partition.workspace_bytes)
         self._lent = self.workspace if workspace is not None else None
         base = self.workspace.data_ptr() if self.workspace is not None else 0
         self._arguments: dict[str, Number] = {
@@ -204,8 +220,17 @@ class SparseDecodePlan:
             "lse_accum": base,
             "o_accum": base + partition.o_accum_offset_bytes if base else 0,
         }
-        self._blocks = [ArgumentBlock(kernel.plan) for kernel in (main, combine) if kernel is not None]
-        self._launches: list[KernelLaunch] = []
+        grids = (partition.main_ctas, partition.combine_ctas)
+        kernels = [kernel for kernel in (main, combine) if kernel is not None]
+        self._steps = [Step(kernel, grid) for kernel, grid in zip(kernels, grids, strict=False)]
+        self._poisons = poisons
+        self._launches = OpLaunches(driver, FORM, debug_sync, repeats=not poisons)
+        self._launches.hold_stream(None)
+        if self._lent is not None:
+            self._launches.reserve(self._lent)
+        # See OpLaunches; takes the tensors of a call in the order of DecodeTensors, all outputs given, and the scale.
+        self.repeat = self._launches.repeat
+        self._hollow_outputs: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
         self._stream: int | None = None
         self._lock = threading.Lock()
 
@@ -232,7 +257,52 @@ class SparseDecodePlan:
     def rebind(self) -> None:
         """Let the next launch choose the stream anew; the caller vouches that work on the old one is done."""
         with self._lock:
+            self._launches.hold_stream(None)
             self._stream = None
+
+    def prepared_launches(self) -> list[Callable[[Operands], None]]:
+        """See `OpLaunches.prepared`."""
+        return self._launches.prepared()
+
+    def new_outputs(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out, lse) for a call of the plan's shape, as `make_outputs` makes them."""
+        out, lse = self._hollow_outputs
+        if out is None or lse is None:
+            made = new_outputs(self.batch, self.s_q, self.spec.heads, self.spec.dims.d_v, self.device)
+            if all(type(tensor) is torch.Tensor for tensor in made):
+                # Of later ones only sizes, strides and dtypes are taken, so these need no memory.
+                for tensor in made:
+                    tensor.untyped_storage().resize_(0)
+                self._hollow_outputs = made
+            return new_outputs(self.batch, self.s_q, self.spec.heads, self.spec.dims.d_v, self.device)
+        return torch.empty_like(out), torch.empty_like(lse)
+
+    def _make_workspace(self, lent: torch.Tensor | None, needed_bytes: int) -> torch.Tensor | None:
+        """The caller's memory, or new; None when none is needed."""
+        if lent is None:
+            return self._new_workspace(needed_bytes) if needed_bytes else None
+        require_plain("workspace", lent)
+        require_device("workspace", lent, self.device, "the plan")
+        require_memory("workspace", lent)
+        require(TensorRule("workspace", ("uint8",), "[bytes]", (None,)), lent)
+        given = {"workspace_bytes": lent.numel(), "workspace_address": lent.data_ptr()}
+        check([WORKSPACE_GUARD], {**given, "needed_bytes": needed_bytes})
+        return lent if needed_bytes else None
+
+    def _new_workspace(self, needed_bytes: int) -> torch.Tensor:
+        try:
+            # CUDA's allocations begin at such a multiple, those of the CPU need not.
+            room = 0 if self.device.type == "cuda" else WORKSPACE_ALIGNMENT_BYTES
+            workspace = self._driver.allocate(self._main.ordinal, needed_bytes + room, zero=False)
+        except RuntimeError as error:  # torch.OutOfMemoryError, and what the CPU's allocator raises
+            raise DeviceError(
+                f"workspace: {needed_bytes} B cannot be had on {self.device}: plan a smaller batch or fewer splits "
+                f"({str(error).splitlines()[0]})"
+            ) from None
+        # Under a mode of torch (FakeTensorMode, say) it would be memory in name only; the plan may outlive the mode.
+        require_plain("workspace", workspace)
+        first = -workspace.data_ptr() % WORKSPACE_ALIGNMENT_BYTES
+        return workspace[first : first + needed_bytes]
 
     def require_shape(self, binding: Binding) -> None:
         """Refuse a call of another shape or device than the plan's."""
@@ -262,16 +332,27 @@ class SparseDecodePlan:
             "make another one with plan_sparse_decode"
         )
 
-    def launch(self, bound: Mapping[str, Number], call: Mapping[str, Number], stream: int, operands: Operands) -> None:
-        """Launch the op's kernels with the arguments of a binding and a call; `operands` are the call's tensors."""
-        # One lock for both kernels: a second thread's main kernel must not come between them.
+    def launch(
+        self,
+        bound: Mapping[str, Number],
+        tensors: DecodeTensors,
+        softmax_scale: float | None,
+        stream: int,
+    ) -> None:
+        """Launch the op's kernels with the arguments of a binding; `tensors` has all outputs, `softmax_scale` as given.
+
+        GuardError for another stream than the plan's.
+        """
+        scale = self.spec.sm_scale if softmax_scale is None else require_scale(softmax_scale)
+        values = {**self._arguments, **bound, **call_arguments(self.spec, tensors, scale)}
         with self._lock:
             if stream != self._stream:
                 self._bind(stream)
-            values = {**self._arguments, **bound, **call}
-            reached = (*operands, self.workspace)
-            for launch in self._launches:
-                launch(values, reached)
+            if self._poisons and self.workspace is not None:
+                # All ones is a NaN.
+                self.workspace.fill_(255)
+            operands: Operands = (*tensors, self.workspace)
+            self._launches.launch(self._steps, stream, values, operands, (*tensors, softmax_scale))
 
     def _bind(self, stream: int) -> None:
         if self._stream is not None:
@@ -279,44 +360,18 @@ class SparseDecodePlan:
                 f"[T-10] plan: belongs to stream {self._stream:#x}, the current stream is {stream:#x}: make a plan for "
                 "each stream (and for each captured graph), or call plan.rebind() once the other stream's work is done"
             )
-        kernels = [kernel for kernel in (self._main, self._combine) if kernel is not None]
-        grids = (self.partition.main_ctas, self.partition.combine_ctas)
-        self._launches = [
-            KernelLaunch(self._driver, OP, kernel, grid, stream, block, self._debug_sync)
-            for kernel, grid, block in zip(kernels, grids, self._blocks, strict=False)
-        ]
         if self.workspace is not None:
             self._driver.keep_for_stream(self._main.ordinal, self.workspace)
         self._stream = stream
+        self._launches.hold_stream(stream)
 
 
-def make_outputs(t: DecodeTensors, d_v: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) as given, or new: out bf16 [b, s_q, h, d_v], lse fp32 [b, h, s_q] as a view of [b, s_q, h]."""
-    batch, s_q, heads = t.q.shape[:3]
-    out, lse = t.out, t.lse
-    if out is None:
-        out = torch.empty((batch, s_q, heads, d_v), dtype=torch.bfloat16, device=t.q.device)
-        # A mode of torch that is active makes something else of it.
-        require_plain("out", out)
-    if lse is None:
-        lse = torch.empty((batch, s_q, heads), dtype=torch.float32, device=t.q.device).transpose(1, 2)
-    return out, lse
-
-
-def call_arguments(
-    spec: DeploymentSpec, t: DecodeTensors, out: torch.Tensor, lse: torch.Tensor, softmax_scale: float
-) -> dict[str, Number]:
-    """The arguments that change from call to call: addresses and the scale."""
-    arguments: dict[str, Number] = {
-        "q": t.q.data_ptr(),
-        "indices": t.indices.data_ptr(),
-        "topk_length": _address(t.topk_length),
-        "attn_sink": _address(t.attn_sink),
-        "out": out.data_ptr(),
-        "lse": lse.data_ptr(),
-        "scale_log2": softmax_scale * _LOG2_E,
-        **pool_addresses("", spec.kv_format, t.k_cache, t.kpe_cache),
-    }
+def call_arguments(spec: DeploymentSpec, t: DecodeTensors, softmax_scale: float) -> dict[str, Number]:
+    """The arguments that change from call to call: addresses and the scale. `t` has all outputs."""
+    names = ("q", "indices", "topk_length", "attn_sink", "out", "lse")
+    arguments: dict[str, Number] = {"scale_log2": softmax_scale * _LOG2_E}
+    arguments |= {name: _address(getattr(t, name)) for name in names}
+    arguments |= pool_addresses("", spec.kv_format, t.k_cache, t.kpe_cache)
     extra = spec.extra_kv_format
     if extra is not None:
         arguments["extra_indices"] = _address(t.extra_indices)
@@ -411,46 +466,3 @@ def _list_strides(prefix: str, indices: torch.Tensor, lengths: torch.Tensor | No
         f"{prefix}length_stride_b": length[0],
         f"{prefix}length_stride_s": length[1],
     }
-
-
-def _output_strides(t: DecodeTensors, batch: int, s_q: int, heads: int, d_v: int) -> dict[str, int]:
-    out = (s_q * heads * d_v, heads * d_v, d_v) if t.out is None else free_strides(t.out)
-    lse = (s_q * heads, 1, heads) if t.lse is None else free_strides(t.lse)
-    return {
-        "out_stride_b": out[0],
-        "out_stride_s": out[1],
-        "out_stride_h": out[2],
-        "lse_stride_b": lse[0],
-        "lse_stride_h": lse[1],
-        "lse_stride_s": lse[2],
-    }
-
-
-def _new_workspace(needed_bytes: int, device: torch.device) -> torch.Tensor:
-    try:
-        # CUDA's allocations begin at such a multiple, those of the CPU need not.
-        room = 0 if device.type == "cuda" else WORKSPACE_ALIGNMENT_BYTES
-        workspace = torch.empty(needed_bytes + room, dtype=torch.uint8, device=device)
-    except RuntimeError as error:  # torch.OutOfMemoryError, and what the CPU's allocator raises
-        raise DeviceError(
-            f"workspace: {needed_bytes} B cannot be had on {device}: plan a smaller batch or fewer splits "
-            f"({str(error).splitlines()[0]})"
-        ) from None
-    # Under a mode of torch (FakeTensorMode, say) it would be memory in name only, and the plan may outlive the mode.
-    require_plain("workspace", workspace)
-    first = -workspace.data_ptr() % WORKSPACE_ALIGNMENT_BYTES
-    return workspace[first : first + needed_bytes]
-
-
-def _checked_workspace(workspace: torch.Tensor | None, needed_bytes: int, device: torch.device) -> torch.Tensor | None:
-    """The caller's workspace, or a new one; None when none is needed."""
-    if workspace is None:
-        return _new_workspace(needed_bytes, device) if needed_bytes else None
-    require_plain("workspace", workspace)
-    require_device("workspace", workspace, device, "the plan")
-    require_memory("workspace", workspace)
-    rule = TensorRule("workspace", ("uint8",), "[bytes]", (None,))
-    require(rule, workspace)
-    given = {"workspace_bytes": workspace.numel(), "workspace_address": workspace.data_ptr()}
-    check([WORKSPACE_GUARD], {**given, "needed_bytes": needed_bytes})
-    return workspace if needed_bytes else None

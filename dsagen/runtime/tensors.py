@@ -38,6 +38,11 @@ def require_plain(name: str, tensor: object) -> None:
             "says: pass a plain torch.Tensor"
         )
     assert isinstance(tensor, torch.Tensor)
+    require_no_grad(name, tensor)
+
+
+def require_no_grad(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor that requires grad, traced or not."""
     if tensor.requires_grad:
         raise GuardError(
             f"[T-02] {name}: requires grad, and the op has no backward: call it under torch.no_grad() with "

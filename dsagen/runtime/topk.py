@@ -11,8 +11,9 @@ from dsagen.errors import GuardError
 from dsagen.families.topk.guards import PAGE_GUARD, TABLE_GUARD, WINDOW_GUARD
 from dsagen.families.topk.op import CANDIDATE_BLOCK, SIZE_GUARDS, TopkShape, most_lead
 from dsagen.guard import check, require_int
+from dsagen.runtime.blocks import Number
 from dsagen.runtime.driver import Driver
-from dsagen.runtime.launch import Number
+from dsagen.runtime.launch import CallForm
 from dsagen.runtime.tensors import (
     TensorRule,
     require,
@@ -50,6 +51,18 @@ class TopkTensors(NamedTuple):
         """Name and tensor of those that the call brings; scores always."""
         pairs = zip(self._fields, self, strict=True)
         return [(name, tensor) for name, tensor in pairs if tensor is not None or name == "scores"]
+
+
+# Pointers of the argument block that lead into tensors of the call have their names. Its scalars are k, page_size,
+# drop_neg_inf and determinism as given, and whether page_table stands for candidate blocks.
+FORM = CallForm(
+    OP,
+    TopkTensors._fields,
+    _OUTPUTS,
+    5,
+    {name: name for name in TopkTensors._fields},
+    frozenset({"histograms", "counters", "lists"}),
+)
 
 
 class TopkOptions(NamedTuple):
@@ -137,6 +150,16 @@ def output_arguments(t: TopkTensors, out: torch.Tensor) -> dict[str, Number]:
         "raw_stride": 0 if t.raw is None or t.raw.shape[0] == 1 else t.raw.stride(0),
         "counts": _address(t.counts),
     }
+
+
+def new_output(scores: object, k: object) -> torch.Tensor | None:
+    """New ids for a call that is not checked yet; None for what is no call."""
+    if type(scores) is not torch.Tensor or type(k) is not int or k < 1 or scores.dim() != 2:
+        return None
+    try:
+        return torch.empty((scores.shape[0], k), dtype=torch.int32, device=scores.device)
+    except RuntimeError:  # no memory, as for a size that a check would refuse
+        return None
 
 
 def make_output(t: TopkTensors, k: int) -> torch.Tensor:

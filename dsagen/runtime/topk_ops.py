@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dsagen.errors import FrozenError, GuardError
 from dsagen.families.topk.op import Candidate, TopkShape, choose, most_lead
 from dsagen.guard import require_bool, require_int
+from dsagen.runtime import traced
 from dsagen.runtime.driver import Driver
-from dsagen.runtime.launch import Number, ReadyLaunches
+from dsagen.runtime.launch import OpLaunches, Step
 from dsagen.runtime.loader import Loader
 from dsagen.runtime.plan_cache import PlanCache
 from dsagen.runtime.topk import (
+    FORM,
     OP,
     TopkOptions,
     TopkTensors,
     bind,
     check_windows,
     make_output,
+    new_output,
     output_arguments,
     require_determinism,
     shape_of,
@@ -39,9 +42,11 @@ class TopkOps(ABC):
     """topk, its plans and what tells of them, over what `Kernels` provides."""
 
     spec: DeploymentSpec
+    handle: str
     _driver: Driver
     _loader: Loader
-    _launches: ReadyLaunches
+    _topk_launches: OpLaunches
+    _debug_sync: bool
     _checks_values: bool
     # What calls without a plan share, by rows, width, k, device and stream.
     _topk_plans: PlanCache[tuple[int, int, int, int, int], TopkPlan]
@@ -104,6 +109,27 @@ class TopkOps(ABC):
         -1. Returns out. Raises GuardError for what does not fit, FrozenError when the kernel would have to be loaded
         during capture or after freeze(), DeviceError when the driver refuses.
         """
+        if torch.compiler.is_compiling():
+            given = {
+                "lengths": lengths,
+                "starts": starts,
+                "page_table": page_table,
+                "page_size": page_size,
+                "table_of_row": table_of_row,
+                "table_starts": table_starts,
+                "candidate_blocks": candidate_blocks,
+                "offsets": offsets,
+                "drop_neg_inf": drop_neg_inf,
+                "determinism": determinism,
+            }
+            return traced.topk(self.handle, scores, k, out, raw, counts, **given)
+        scalars = (k, page_size, drop_neg_inf, determinism, candidate_blocks is not None)
+        result = new_output(scores, k) if out is None else out
+        if result is not None and not self._checks_values and (page_table is None or candidate_blocks is None):
+            table = page_table if candidate_blocks is None else candidate_blocks
+            call = (scores, lengths, starts, table, table_of_row, table_starts, offsets, result, raw, counts, *scalars)
+            if self._repeat_topk(plan, call):
+                return result
         self._require_op(OP)
         with_table = table_of_row is not None or table_starts is not None
         table, tokens = table_and_page_size(page_table, candidate_blocks, page_size, with_table)
@@ -125,21 +151,52 @@ class TopkOps(ABC):
         if rows:
             stream = self._driver.current_stream(ordinal)
             chosen = self._choose_topk(ordinal, shape_of(tensors, k, self.spec))
-            given: dict[str, Number] = {}
+            launches, held = self._topk_launches if plan is None else plan.launches, {}
             if chosen.split is not None:
                 plan = plan or self._shared_topk_plan((rows, int(scores.shape[1]), k), ordinal, stream)
                 plan.claim(stream)
-                given = plan.arguments()
-            loaded = [self._loader.load(kernel, ordinal) for kernel in chosen.plans]
-            values = {**arguments, **output_arguments(tensors, result), **given, "row_step": chosen.ctas}
-            operands = (*tensors, result, None if plan is None else plan.workspace)
+                launches, held = plan.launches, plan.arguments()
+            steps = [Step(self._loader.load(kernel, ordinal), chosen.ctas) for kernel in chosen.plans]
+            bound = tensors._replace(out=result)
+            values = {**arguments, **output_arguments(tensors, result), **held, "row_step": chosen.ctas}
+            operands = (*bound, None if plan is None else plan.workspace)
             try:
-                self._launches.launch(OP, loaded, chosen.ctas, stream, values, operands)
+                launches.launch(steps, stream, values, operands, (*bound, *scalars))
             except BaseException:
                 if plan is not None:
                     plan.spoil()
                 raise
         return result
+
+    def _repeat_topk(self, plan: TopkPlan | None, call: tuple[Any, ...]) -> bool:
+        """Launch a call again that is like one before it; False where there is none, or the plan is not ours."""
+        if plan is None:
+            # Either the kernels share no row, or the call has a plan that it shares with others like it.
+            if self._topk_launches.repeat(*call):
+                return True
+            plan = self._known_topk_plan(call[0], call[len(FORM.tensors)])
+        if type(plan) is not TopkPlan or plan.spec is not self.spec:
+            return False
+        try:
+            return plan.repeat(*call)
+        except BaseException:
+            plan.spoil()
+            raise
+
+    def _known_topk_plan(self, scores: Any, k: Any) -> TopkPlan | None:
+        """The plan that a call without one has, if there is one already: nothing is checked yet."""
+        try:
+            rows, width = scores.shape
+            ordinal = self._driver.ordinal(scores.device)
+        except (AttributeError, ValueError):
+            return None
+        if ordinal is None or type(k) is not int:
+            return None
+        key = (rows, width, k, ordinal, self._driver.current_stream(ordinal))
+        with self._lock:
+            plan = self._topk_plans.get(key)
+            # A captured call has a plan that it shares with none but those of its graph.
+            return None if plan is not None and self._driver.is_capturing(ordinal) else plan
 
     def topk_slugs(self, scores: torch.Tensor, *, k: int, starts: torch.Tensor | None = None) -> tuple[str, ...]:
         """Names of the kernels that topk takes for these tensors, in the order of their launches; none without rows."""
@@ -176,7 +233,8 @@ class TopkOps(ABC):
                 "is not possible: call plan_topk before the capture and pass its plan"
             )
         chosen = self._choose_topk(ordinal, self._topk_shape(rows, width, k))
-        return TopkPlan(self.spec, self._driver, ordinal, (rows, width, k), chosen.split, workspace)
+        shape = (rows, width, k)
+        return TopkPlan(self.spec, self._driver, ordinal, shape, chosen.split, workspace, self._debug_sync)
 
     def _topk_shape(self, rows: int, width: int, k: int) -> TopkShape:
         """The shape of a plan, with windows anywhere, so that its workspace serves every call."""
@@ -192,13 +250,13 @@ class TopkOps(ABC):
     def _shared_topk_plan(self, shape: tuple[int, int, int], ordinal: int, stream: int) -> TopkPlan:
         key = (*shape, ordinal, stream)
         with self._lock:
-            plan = self._topk_plans.get(key)
+            # A graph may be replayed beside other calls, which must not find it in the same workspace; the calls of one
+            # graph follow each other and may.
+            capture = self._driver.capture_id(ordinal)
+            plan = self._topk_plans.take(key, capture) if capture else self._topk_plans.get(key)
             if plan is None:
                 plan = self.plan_topk(*shape, device=ordinal)
                 self._topk_plans.add(key, plan)
-            elif self._driver.is_capturing(ordinal):
-                # The graph may be replayed beside other calls, which must not find it in the same workspace.
-                self._topk_plans.take(key)
             return plan
 
     def _require_own_topk(self, plan: TopkPlan) -> None:

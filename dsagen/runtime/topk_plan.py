@@ -12,8 +12,9 @@ from dsagen.errors import DeviceError, DsagenError, GuardError
 from dsagen.families.topk.guards import WORKSPACE_GUARD
 from dsagen.families.topk.op import Split
 from dsagen.guard import check
+from dsagen.runtime.blocks import Number
 from dsagen.runtime.driver import Driver
-from dsagen.runtime.launch import Number
+from dsagen.runtime.launch import OpLaunches
 from dsagen.runtime.tensors import (
     TensorRule,
     require,
@@ -23,6 +24,7 @@ from dsagen.runtime.tensors import (
     require_plain,
     span_bytes,
 )
+from dsagen.runtime.topk import FORM
 from dsagen.spec import DeploymentSpec
 
 
@@ -41,6 +43,7 @@ class TopkPlan:
         shape: tuple[int, int, int],
         split: Split | None,
         workspace: torch.Tensor | None = None,
+        debug_sync: bool = False,
     ) -> None:
         self.spec, self._driver, self._ordinal = spec, driver, ordinal
         self.rows, self.width, self.k = shape
@@ -49,7 +52,14 @@ class TopkPlan:
         self._stream: int | None = None
         self._is_lent, self._is_clean = workspace is not None, True
         self.workspace = self._make_workspace(workspace)
+        self.launches = OpLaunches(driver, FORM, debug_sync)
+        # See OpLaunches; takes the tensors of a call in the order of TopkTensors, out given, and its scalars.
+        self.repeat = self.launches.repeat
         if self.workspace is not None:
+            # Until a call has claimed its stream, and after one that ended midway.
+            self.launches.hold_stream(None)
+            if self._is_lent:
+                self.launches.reserve(self.workspace)
             # The first call may come on another stream than the one that sets zeros.
             driver.synchronize(ordinal, driver.current_stream(ordinal))
 
@@ -61,6 +71,8 @@ class TopkPlan:
     def rebind(self) -> None:
         """Let the next launch choose the stream anew; the caller vouches that work on the old one is done."""
         with self._lock:
+            if self.workspace is not None:
+                self.launches.hold_stream(None)
             self._stream = None
 
     def require_shape(self, rows: int, width: int, k: int, device: torch.device) -> None:
@@ -83,6 +95,8 @@ class TopkPlan:
         """Say that a call may have ended midway, so that the workspace is not known to be zeros."""
         with self._lock:
             self._is_clean = False
+            if self.workspace is not None:
+                self.launches.hold_stream(None)
 
     def claim(self, stream: int) -> None:
         """Bind the plan to a stream, the current one; GuardError when it belongs to another."""
@@ -96,6 +110,7 @@ class TopkPlan:
             if self._stream is None and self.workspace is not None:
                 self._driver.keep_for_stream(self._ordinal, self.workspace)
             self._stream = stream
+            self.launches.hold_stream(stream)
             if not self._is_clean and self.workspace is not None:
                 self.workspace.zero_()
                 self._is_clean = True
@@ -125,7 +140,7 @@ class TopkPlan:
     def _make_workspace(self, lent: torch.Tensor | None) -> torch.Tensor | None:
         size = self.workspace_bytes
         if lent is None:
-            return _new_workspace(size, self.device) if size else None
+            return self._new_workspace(size) if size else None
         require_plain("workspace", lent)
         require_device("workspace", lent, self.device, "the plan")
         require_memory("workspace", lent)
@@ -138,15 +153,14 @@ class TopkPlan:
         check([WORKSPACE_GUARD], values)
         return lent[:size].zero_() if size else None
 
-
-def _new_workspace(needed_bytes: int, device: torch.device) -> torch.Tensor:
-    try:
-        workspace = torch.zeros(needed_bytes, dtype=torch.uint8, device=device)
-    except RuntimeError as error:  # torch.OutOfMemoryError, and what the CPU's allocator raises
-        raise DeviceError(
-            f"workspace: {needed_bytes} B cannot be had on {device}: pass fewer rows or shorter ones "
-            f"({str(error).splitlines()[0]})"
-        ) from None
-    # Under a mode of torch (FakeTensorMode, say) it would be memory in name only, and the plan may outlive the mode.
-    require_plain("workspace", workspace)
-    return workspace
+    def _new_workspace(self, needed_bytes: int) -> torch.Tensor:
+        try:
+            workspace = self._driver.allocate(self._ordinal, needed_bytes, zero=True)
+        except RuntimeError as error:  # torch.OutOfMemoryError, and what the CPU's allocator raises
+            raise DeviceError(
+                f"workspace: {needed_bytes} B cannot be had on {self.device}: pass fewer rows or shorter ones "
+                f"({str(error).splitlines()[0]})"
+            ) from None
+        # Under a mode of torch (FakeTensorMode, say) it would be memory in name only; the plan may outlive the mode.
+        require_plain("workspace", workspace)
+        return workspace

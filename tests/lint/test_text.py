@@ -11,7 +11,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = sorted(path for folder in ("dsagen", "tests") for path in (ROOT / folder).rglob("*.py"))
 DEVICE = sorted(path for path in (ROOT / "templates").rglob("*") if path.is_file())
-DEVICE += sorted(path for path in (ROOT / "dsagen/emulator/vm").iterdir() if path.is_file())
+for folder in ("dsagen/emulator/vm", "dsagen/runtime/native_c"):
+    DEVICE += sorted(path for path in (ROOT / folder).iterdir() if path.is_file())
 PACKAGE = [path for path in PYTHON if path.is_relative_to(ROOT / "dsagen")]
 
 MOST_LINES = 500

@@ -30,6 +30,7 @@ class FakeDriver:
     device: DeviceFacts = H200
     stream: int = 0
     capturing: bool = False
+    capture: int = 1
     attributes_of: KernelAttributes = GOOD
     load_error: str = ""
     launch_error: str = ""
@@ -81,6 +82,13 @@ class FakeDriver:
     def is_capturing(self, ordinal: int) -> bool:
         return self.capturing
 
+    def capture_id(self, ordinal: int) -> int:
+        return self.capture if self.capturing else 0
+
+    def allocate(self, ordinal: int, size_bytes: int, zero: bool) -> torch.Tensor:
+        make = torch.zeros if zero else torch.empty
+        return make(size_bytes, dtype=torch.uint8)
+
     def make_launch(self, ordinal: int, kernel: str, config: LaunchConfig, params: int):
         def run(operands: Operands) -> None:
             if self.launch_error:
@@ -89,6 +97,15 @@ class FakeDriver:
             self.launches.append(Record(kernel, config, ctypes.string_at(address, self.block_bytes[kernel])))
 
         return run
+
+    def launcher(self):
+        return None
+
+    def handles(self, ordinal: int, kernel: str) -> tuple[int, int]:
+        raise AssertionError("asked for handles without a launcher")
+
+    def error_of(self, what: str, code: int) -> DriverError:
+        raise AssertionError("asked for an error of the launcher")
 
     def synchronize(self, ordinal: int, stream: int) -> None:
         self.syncs += 1

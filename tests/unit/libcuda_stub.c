@@ -43,6 +43,8 @@ int cuDevicePrimaryCtxRetain(void** context, int device) { *context = (void*)(0x
 int cuCtxGetCurrent(void** context) { *context = current; return 0; }
 int cuCtxPushCurrent(void* context) { SAY("push %p", context); current = context; return 0; }
 int cuCtxPopCurrent(void** context) { SAY("pop %p", current); *context = current; current = NULL; return 0; }
+int cuCtxPushCurrent_v2(void* context) { return cuCtxPushCurrent(context); }
+int cuCtxPopCurrent_v2(void** context) { return cuCtxPopCurrent(context); }
 int cuLibraryLoadData(void** library, const void* code, void* a, void* b, unsigned c, void* d, void* e, unsigned f) {
   (void)a, (void)b, (void)d, (void)e;
   SAY("load %.8s options %u %u current %p", (const char*)code, c, f, current);
@@ -70,6 +72,15 @@ int cuKernelSetAttribute(int attribute, int value, void* kernel, int device) {
 }
 int cuStreamIsCapturing(void* stream, int* status) {
   *status = stream == (void*)0x77;
+  return stream ? 0 : result("cuStreamIsCapturing");
+}
+int cuStreamGetCaptureInfo(void* stream, int* status, uint64_t* id, void** graph, void** nodes, void** edges, size_t* count) {
+  *status = stream == (void*)0x77;
+  if (id) *id = 41;
+  if (graph) *graph = NULL;
+  if (nodes) *nodes = NULL;
+  if (edges) *edges = NULL;
+  if (count) *count = 0;
   return stream ? 0 : result("cuStreamIsCapturing");
 }
 int cuStreamSynchronize(void* stream) { SAY("sync %p current %p", stream, current); return result("cuStreamSynchronize"); }

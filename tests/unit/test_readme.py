@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import click
 import pytest
+import torch
 
 import dsagen
 from dsagen import errors
@@ -19,7 +23,7 @@ README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
 
 
 # What the serving code calls loaded kernels.
-KERNELS = {"kernels", "selection", "caches", "v41"}
+KERNELS = {"kernels", "selection", "caches", "v41", "engine"}
 
 
 def blocks(language: str) -> list[str]:
@@ -72,6 +76,28 @@ def test_the_serving_code_uses_what_exists() -> None:
     assert all(hasattr(Kernels, name) for name in used)
 
 
+@pytest.mark.compile
+def test_the_decode_loop_runs_on_the_emulator(shared_store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a small loop, and with a graph that is the step itself: the emulator captures none."""
+    monkeypatch.setenv("DSAGEN_CACHE_DIR", str(shared_store))
+    (code,) = (text for text in blocks("python") if "CUDAGraph" in text)
+    changes = {"= 4, 8, 16, 100": "= 2, 3, 1, 2", "**ops})": '**ops}, device="emulator")'}
+    # A capture runs nothing.
+    changes["with torch.cuda.graph(graph):\n    step()\n"] = ""
+    for there, here in changes.items():
+        assert there in code
+        code = code.replace(there, here)
+    names: dict[str, Any] = {"dsagen": dsagen, "torch": torch}
+    replayed = SimpleNamespace(replay=lambda: names["step"]())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: replayed)
+    exec(compile(code, "README.md", "exec"), names)
+    for pool in names["pools"]:
+        written = pool.view(3, 64, 656).any(2)
+        assert written.sum(1).tolist() == [2, 2, 0]
+    attended = names["attended"]
+    assert bool(attended[:-1].any()) and not bool(attended[-1].any())
+
+
 @pytest.mark.gpu
 def test_the_serving_code_runs() -> None:
     code = "\n".join(blocks("python"))
@@ -84,5 +110,8 @@ def test_the_serving_code_runs() -> None:
     assert bool(((lse - 7.6246).abs() < 1e-3).all())
     rows, again = names["rows"], names["rows_again"]
     assert bool(((rows - again).abs() <= rows.abs().amax(1, keepdim=True) / 16).all())
+    attended = names["attended"]
+    assert bool(attended[:-1].any()) and not bool(attended[-1].any())
+    del sys.modules["flash_mla"]
     ids, lengths = names["ids"], names["lengths"]
     assert bool(((ids >= 0).sum(1) == lengths.clamp(max=2048)).all())

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -38,6 +39,31 @@ for overlaps in (False, True):
     except DriverError as error:
         out(error.code, error)
 """
+BOTH_WAYS = r"""
+driver = CudaDriver()
+kernel = driver.load_kernel(1, b"\x7fELF....", "dsa_kernel")
+block = ctypes.create_string_buffer(b"hello block")
+params = (ctypes.c_void_p * 1)(ctypes.addressof(block))
+function, context = driver.handles(1, kernel)
+
+def fail(code, *_):
+    raise driver.error_of("cuLaunchKernelEx", code)
+
+calls = driver.launcher().calls(1, 0, 0, 9, fail)
+for overlaps in (False, True):
+    for cluster in (1, 2):
+        config = LaunchConfig(8, 256, 199424, 0x77, overlaps, cluster=cluster)
+        row = (function, 8, 256, 199424, overlaps, cluster, b"hello block", ())
+        for way in (
+            lambda: driver.make_launch(1, kernel, config, ctypes.addressof(params))(()),
+            lambda: calls.launch(0x77, context, (row,), ()),
+        ):
+            out("way")
+            try:
+                way()
+            except DriverError as error:
+                out(error.code, error)
+"""
 CONTEXTS = """
 driver = CudaDriver()
 driver.synchronize(1, 0x77)
@@ -46,7 +72,12 @@ driver.synchronize(1, 0x77)
 cuda.cuCtxPopCurrent()
 driver.synchronize(0, 0)
 """
-CAPTURE = "driver = CudaDriver(); out(driver.is_capturing(1), driver.is_capturing(0))"
+CAPTURE = """
+driver = CudaDriver()
+out(driver.is_capturing(1), driver.is_capturing(0), driver.capture_id(1), driver.capture_id(0))
+driver._launcher = LauncherState(None, None, False)
+out(driver.is_capturing(1), driver.is_capturing(0))
+"""
 LOAD_FAILS = r"""
 try:
     CudaDriver().load_kernel(0, b"\x7fELF....", "dsa_kernel")
@@ -66,6 +97,8 @@ SCENARIOS = {
     "load": (LOAD, {}),
     "launch": (LAUNCH, {}),
     "launch fails": (LAUNCH, {"STUB_FAIL": "cuLaunchKernelEx=700"}),
+    "both ways": (BOTH_WAYS, {}),
+    "both ways fail": (BOTH_WAYS, {"STUB_FAIL": "cuLaunchKernelEx=700"}),
     "contexts": (CONTEXTS, {}),
     "capture": (CAPTURE, {}),
     "capture elsewhere": (CAPTURE, {"STUB_FAIL": "cuStreamIsCapturing=906"}),
@@ -84,6 +117,7 @@ torch.cuda.init = lambda: None
 torch._C._cuda_getCurrentRawStream = {0: 0, 1: 0x77}.__getitem__
 from cuda.bindings import driver as cuda
 from dsagen.errors import DeviceError
+from dsagen.runtime.native import LauncherState
 from dsagen.runtime.driver import NO_BINARY, CudaDriver, DeviceFacts, DriverError, KernelAttributes, LaunchConfig
 
 def out(*values):
@@ -149,6 +183,18 @@ def test_launches_reach_the_driver_as_configured(lines_of):
     assert lines[lines.index("# go") + 1 :] == plain + overlapping
 
 
+@pytest.mark.parametrize("scenario", ["both ways", "both ways fail"])
+def test_the_launcher_in_c_calls_the_driver_as_cuda_python_does(lines_of, scenario):
+    ways = "\n".join(lines_of[scenario]).split("# way\n")[1:]
+    assert len(ways) == 8
+    for by_python, by_c in zip(ways[::2], ways[1::2], strict=True):
+        assert by_c.strip() == by_python.strip()
+        assert "launch 0x5001 grid 8 1 1 block 256 1 1 smem 199424 stream 0x77" in by_c
+        assert ("ILLEGAL_ADDRESS" in by_c) == (scenario == "both ways fail")
+    counts = [re.search(r"attributes (\d)", way)[1] for way in ways[::2]]
+    assert counts == ["0", "1", "1", "2"]
+
+
 def test_a_failing_launch_leaves_no_context_behind(lines_of):
     lines = lines_of["launch fails"]
     text = "# CUDA_ERROR_ILLEGAL_ADDRESS cuLaunchKernelEx: CUDA_ERROR_ILLEGAL_ADDRESS: stub text"
@@ -163,9 +209,9 @@ def test_a_context_that_is_current_is_not_pushed_again(lines_of):
 
 
 def test_capture_is_seen(lines_of):
-    assert lines_of["capture"][-1] == "# True False"
-    # The legacy stream cannot be asked while another stream is captured.
-    assert lines_of["capture elsewhere"][-1] == "# True True"
+    found = [[line for line in lines_of[name] if line.startswith("#")] for name in ("capture", "capture elsewhere")]
+    # The legacy stream cannot be asked while another stream is captured. The launcher and cuda-python agree.
+    assert found == [["# True False 41 0", "# True False"], ["# True True 41 -1", "# True True"]]
 
 
 def test_a_cubin_of_another_arch_keeps_its_code(lines_of):

@@ -12,6 +12,8 @@ from dsagen.kv_format import kv_format
 from dsagen.runtime.api import Kernels
 from dsagen.spec import load_spec
 
+pytestmark = pytest.mark.usefixtures("each_launcher")
+
 ROWS, PAGES, PAGE = 6, 3, 5
 SPEC = {"model": "v41", "heads": 16, "archs": ["sm_90a"], "ops": ["kv_cache"]}
 SPLIT = {"model": "custom", "kv": "bf16_split", "topk": 64, "heads": 16, "archs": ["sm_90a"], "ops": ["kv_cache"]}

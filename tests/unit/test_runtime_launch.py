@@ -10,10 +10,12 @@ from fake_driver import H200, FakeDriver, fake_cubins, unpack
 
 from dsagen.errors import DeviceError, DsagenError, FrozenError, GuardError
 from dsagen.runtime.api import Kernels
+from dsagen.runtime.blocks import ArgumentBlock
 from dsagen.runtime.driver import DeviceFacts
-from dsagen.runtime.launch import ArgumentBlock
 from dsagen.runtime.plan_cache import PlanCache, PlanKey
 from dsagen.spec import load_spec
+
+pytestmark = pytest.mark.usefixtures("each_launcher")
 
 PAGES, PAGE, TOPK = 5, 61, 200
 
@@ -439,4 +441,4 @@ def test_block_layout_is_the_plans():
         block.write({name: index for index, name in enumerate(block.names)})
         found = unpack(bytes(block._memory), plan)
         assert found == {name: index for index, name in enumerate(block.names)}
-        assert struct.calcsize(block._struct.format) == plan.params_bytes
+        assert struct.calcsize(block._layout.struct.format) == plan.params_bytes

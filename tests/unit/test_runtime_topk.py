@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from fake_driver import GOOD, FakeDriver, fake_cubins, unpack
+from native_driver import IntsFakeDriver, NativeFakeDriver
 
 from dsagen.check.run import run_case
 from dsagen.check.topk_calls import MODES
@@ -14,6 +15,8 @@ from dsagen.errors import DeviceError, FrozenError, GuardError
 from dsagen.runtime.api import Kernels
 from dsagen.runtime.topk import DETERMINISM
 from dsagen.spec import load_spec
+
+pytestmark = pytest.mark.usefixtures("each_launcher")
 
 ROWS, WIDTH, K = 3, 500, 64
 LONG = 128 << 10  # scores of a row that blocks share: too long for one block's memory
@@ -256,9 +259,11 @@ def test_each_grid_and_stream_has_a_launch_of_its_own_and_old_ones_go():
     driver.stream = 7
     kernels.topk(torch.zeros(1, WIDTH), k=K)
     assert [(r.config.grid, r.config.stream) for r in driver.launches] == [(1, 0), (2, 0), (1, 0), (1, 7)]
-    for rows in range(1, 100):
+    for rows in range(1, 300):
         kernels.topk(torch.zeros(rows, 1), k=1)
-    assert len(kernels._launches) == 64
+    # What a machine without a launcher keeps; with one it is calls, if it reads their tensors.
+    most = {FakeDriver: 64, NativeFakeDriver: 256, IntsFakeDriver: 0}[type(driver)]
+    assert 0.1 * most <= len(kernels._topk_launches) <= most
 
 
 def test_a_failing_launch_names_op_kernel_and_arguments():
@@ -295,6 +300,8 @@ def test_only_order_asks_the_kernel_for_it():
     assert found == {"off": 0, "set": 0, "order": 1, "default": 0}
 
 
+# Its cases are large, so one launcher has to do.
+@pytest.mark.parametrize("each_launcher", ["c"], indirect=True)
 @pytest.mark.parametrize("scores", ["fp32", "bf16"])
 def test_every_call_of_the_check_is_accepted(scores, monkeypatch):
     monkeypatch.setattr(TopkRun, "compare", lambda *_: None)

@@ -8,12 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from fake_driver import FakeDriver, fake_cubins
+from native_driver import NativeFakeDriver
 from test_runtime_topk import LONG, ROWS, WIDTH, K, blocks, ints, make
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dsagen.errors import DeviceError, DsagenError, FrozenError, GuardError
 from dsagen.runtime.api import Kernels
 from dsagen.spec import load_spec
+
+pytestmark = pytest.mark.usefixtures("each_launcher")
 
 
 @pytest.fixture(autouse=True)
@@ -250,6 +253,8 @@ def test_two_threads_do_not_come_between_launches_that_share_a_workspace():
     plan, scores = kernels.plan_topk(ROWS, LONG, K), long_scores()
     kernels.topk(scores, k=K, plan=plan)
     del driver.launches[:]
+    if isinstance(driver, NativeFakeDriver):
+        driver.cuda.set("stub_delay_us", 2000)
     make_launch = driver.make_launch
 
     def slow(*arguments):
@@ -262,7 +267,7 @@ def test_two_threads_do_not_come_between_launches_that_share_a_workspace():
         return wait_and_run
 
     driver.make_launch = slow
-    kernels._launches._launches.clear()
+    plan.launches._launches.clear()
     outs = [ints(ROWS, K) for _ in range(8)]
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda out: kernels.topk(scores, k=K, plan=plan, out=out), outs))
@@ -292,31 +297,34 @@ def test_a_plan_of_sizes_that_do_not_fit_is_refused(kernels, sizes, message):
 def test_a_call_that_ends_midway_leaves_no_trace_in_the_next(monkeypatch):
     _, kernels = make()
     plan = kernels.plan_topk(ROWS, LONG, K)
-    launch = kernels._launches.launch
+    launch = plan.launches.launch
 
     def interrupted(*_):
         plan.workspace.fill_(7)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(kernels._launches, "launch", interrupted)
+    monkeypatch.setattr(plan.launches, "launch", interrupted)
     with pytest.raises(KeyboardInterrupt):
         kernels.topk(long_scores(), k=K, plan=plan)
-    monkeypatch.setattr(kernels._launches, "launch", launch)
+    monkeypatch.setattr(plan.launches, "launch", launch)
     kernels.topk(long_scores(), k=K, plan=plan)
     assert not plan.workspace.any()
 
 
-def test_a_captured_call_keeps_the_shared_plan_for_itself():
+def test_the_calls_of_a_captured_graph_keep_the_shared_plan_for_themselves():
     driver, kernels = make()
     kernels.topk(long_scores(), k=K)
     driver.capturing = True
+    # Two layers of one graph follow each other.
     kernels.topk(long_scores(), k=K)
+    kernels.topk(long_scores(), k=K)
+    driver.capture += 1
     with pytest.raises(FrozenError, match="call plan_topk before the capture"):
         kernels.topk(long_scores(), k=K)
     driver.capturing = False
     kernels.topk(long_scores(), k=K)
-    captured, later = ([block["histograms"] for block in blocks(kernels, driver)][i] for i in (2, 4))
-    assert captured != later
+    eager, _, first, _, second, _, later, _ = [block["histograms"] for block in blocks(kernels, driver)]
+    assert eager == first == second != later
 
 
 @pytest.mark.parametrize("sizes", [(-1, LONG, K), (ROWS, -1, K)])

@@ -1,0 +1,195 @@
+"""What a call costs the host: microseconds of CPU to issue one, by op, by what is given to it, and by launcher.
+
+Calls are issued back to back without a synchronisation, few enough that the device's queue never fills. The floor is
+one launch of the same kernel by cuda-python with everything prepared: the driver's own work, and nothing else.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsagen.errors import SpecError
+from dsagen.runtime.api import Kernels
+from dsagen.runtime.driver import CudaDriver
+from dsagen.runtime.kv_cache import OP as CACHE_OP
+from dsagen.runtime.sparse_decode import OP as DECODE_OP
+from dsagen.runtime.topk import OP as TOPK_OP
+from dsagen.spec import DeploymentSpec
+
+LAUNCHERS = ("c", "python")
+CALLS_PER_ROUND, ROUNDS = 200, 15
+# Pages and tokens of the caches; nothing of a call's cost on the host depends on them.
+PAGES, PAGE_SIZE = 64, 64
+TOPK_ROWS, TOPK_WIDTH, TOPK_SLOTS = 4, 4096, 512
+SPLIT_WIDTH = 256 << 10
+CACHE_ROWS = 64
+
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class HostCost:
+    """One way to call an op. `us` is the median round, `least_us` the best one; `launches` is kernels of a call."""
+
+    spec: str
+    op: str
+    call: str
+    launcher: str
+    launches: int
+    us: float
+    least_us: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+
+def measure_host_costs(spec: DeploymentSpec, progress: Callable[[str], None] = lambda _: None) -> list[HostCost]:
+    """The costs of every op of a spec with each launcher on the current device.
+
+    Raises DeviceError without a device that the spec declares, ToolchainError or BuildError where the launcher in C
+    cannot be compiled.
+    """
+    costs: list[HostCost] = []
+    for launcher in LAUNCHERS:
+        kernels = Kernels(spec, open_driver=partial(CudaDriver, launcher))
+        kernels.prepare()
+        costs += costs_of(kernels, launcher, torch.cuda.synchronize, progress)
+    return costs
+
+
+def costs_of(
+    kernels: Kernels,
+    launcher: str,
+    synchronize: Callable[[], Any],
+    progress: Callable[[str], None] = lambda _: None,
+    calls: int = CALLS_PER_ROUND,
+    rounds: int = ROUNDS,
+) -> list[HostCost]:
+    """The costs of some kernels' ops, on their device."""
+    costs = []
+    for op, name, launches, call in host_calls(kernels):
+        progress(f"{kernels.spec.name}: {op}, {name} ({launcher})")
+        median, least = issue_cost_us(call, synchronize, calls, rounds)
+        costs.append(HostCost(kernels.spec.name, op, name, launcher, launches, median, least))
+    return costs
+
+
+def issue_cost_us(call: Call, synchronize: Callable[[], Any], calls: int, rounds: int) -> tuple[float, float]:
+    """Median and least microseconds to issue a call, over rounds of calls."""
+    for _ in range(3):
+        call()
+    measured = []
+    for _ in range(rounds):
+        synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        measured.append((time.perf_counter() - start) * 1e6 / calls)
+    synchronize()
+    return statistics.median(measured), min(measured)
+
+
+def host_calls(kernels: Kernels) -> Iterator[tuple[str, str, int, Call]]:
+    """(op, what is given, launches, call) for every op of the spec."""
+    ops = kernels.spec.ops
+    if DECODE_OP in ops:
+        yield from _decode_calls(kernels)
+    if TOPK_OP in ops:
+        yield from _topk_calls(kernels)
+    if CACHE_OP in ops:
+        yield from _cache_calls(kernels)
+
+
+def _decode_calls(kernels: Kernels) -> Iterator[tuple[str, str, int, Call]]:
+    spec, device, op = kernels.spec, kernels.device, torch.ops.dsagen
+    topk = min(spec.topk, 512)
+    q = torch.randn(1, 1, spec.heads, spec.dims.d_qk, device=device).bfloat16()
+    ids = torch.randint(0, PAGES * PAGE_SIZE, (1, 1, topk), device=device, dtype=torch.int32)
+    tensors = (q, _pool(kernels), ids)
+    named: dict[str, Any] = {"out": torch.empty(1, 1, spec.heads, spec.dims.d_v, device=device).bfloat16()}
+    named["lse"] = torch.empty(1, 1, spec.heads, device=device).transpose(1, 2)
+    for splits in (1, 2):
+        plans = [kernels.plan_sparse_decode(1, 1, topk, num_splits=splits) for _ in range(2)]
+        shape = "main" if splits == 1 else "main + combine"
+        decode = kernels.sparse_decode
+        yield DECODE_OP, f"{shape}: plan, outputs given", splits, partial(decode, *tensors, plan=plans[0], **named)
+        yield DECODE_OP, f"{shape}: plan", splits, partial(decode, *tensors, plan=plans[1])
+        options = {"num_splits": splits}
+        yield DECODE_OP, f"{shape}: torch op", splits, partial(op.sparse_decode, *tensors, kernels.handle, **options)
+        out_variant = partial(op.sparse_decode_out, *tensors, kernels.handle, **options, **named)
+        yield DECODE_OP, f"{shape}: torch op, outputs given", splits, out_variant
+    chosen = kernels.plan_sparse_decode(1, 1, topk)
+    yield DECODE_OP, "no plan", min(chosen.num_splits, 2), partial(kernels.sparse_decode, *tensors)
+    plan = kernels.plan_sparse_decode(1, 1, topk, num_splits=1)
+    kernels.sparse_decode(*tensors, plan=plan, **named)
+    # The launcher in C keeps none: its floor is cuda-python's.
+    for launch in plan.prepared_launches():
+        yield DECODE_OP, "floor: the driver's launch alone", 1, partial(launch, (*tensors, *named.values()))
+
+
+def _topk_calls(kernels: Kernels) -> Iterator[tuple[str, str, int, Call]]:
+    spec, device, op = kernels.spec, kernels.device, torch.ops.dsagen
+    k = min(TOPK_SLOTS, spec.selected_topk)
+    dtype = torch.bfloat16 if spec.scores == "bf16" else torch.float32
+    for rows, width in ((TOPK_ROWS, TOPK_WIDTH), (1, SPLIT_WIDTH)):
+        scores = torch.randn(rows, width, device=device).to(dtype)
+        out = torch.empty(rows, k, device=device, dtype=torch.int32)
+        shape, launches = f"{rows} x {width}", len(kernels.topk_slugs(scores, k=k))
+        topk = partial(kernels.topk, scores, k=k)
+        yield TOPK_OP, f"{shape}: out given", launches, partial(topk, out=out)
+        plans = [kernels.plan_topk(rows, width, k) for _ in range(2)]
+        yield TOPK_OP, f"{shape}: plan, out given", launches, partial(topk, plan=plans[0], out=out)
+        yield TOPK_OP, f"{shape}: plan", launches, partial(topk, plan=plans[1])
+        yield TOPK_OP, f"{shape}: torch op", launches, partial(op.topk, scores, kernels.handle, k)
+        yield (
+            TOPK_OP,
+            f"{shape}: torch op, out given",
+            launches,
+            partial(op.topk_out, scores, kernels.handle, k, out=out),
+        )
+
+
+def _cache_calls(kernels: Kernels) -> Iterator[tuple[str, str, int, Call]]:
+    spec, device, op, handle = kernels.spec, kernels.device, torch.ops.dsagen, kernels.handle
+    rows = torch.randn(CACHE_ROWS, spec.kv_format.d_qk, device=device).bfloat16()
+    slots = torch.randperm(PAGES * PAGE_SIZE, device=device)[:CACHE_ROWS].int()
+    cache, out = _pool(kernels), torch.empty_like(rows)
+    yield CACHE_OP, "write", 1, partial(kernels.kv_write, rows, cache, slots)
+    yield CACHE_OP, "write: torch op", 1, partial(op.kv_write, rows, cache, slots, handle)
+    yield CACHE_OP, "read: out given", 1, partial(kernels.kv_read, cache, slots=slots, out=out)
+    yield CACHE_OP, "read", 1, partial(kernels.kv_read, cache, slots=slots)
+    yield CACHE_OP, "read: torch op", 1, partial(op.kv_read, cache, handle, slots)
+
+
+def _pool(kernels: Kernels) -> Tensor:
+    record = kernels.spec.kv_format
+    if len(record.tensors) != 1:
+        raise SpecError(
+            f"{kernels.spec.name}: KV format {record.format_id} has caches of several tensors: leave it out"
+        )
+    tensor = record.cache_tensor()
+    dtype = getattr(torch, tensor.dtypes[0])
+    page = record.page_bytes(PAGE_SIZE) // dtype.itemsize
+    memory = torch.zeros(PAGES * page, device=kernels.device, dtype=dtype)
+    return memory.as_strided((PAGES, PAGE_SIZE, 1, tensor.columns), (page, tensor.columns, tensor.columns, 1))
+
+
+def table_rows(costs: Sequence[HostCost]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows: a call a row, microseconds by launcher (the median, and the best round in brackets)."""
+    launchers = list(dict.fromkeys(cost.launcher for cost in costs))
+    cells: dict[tuple[str, str, str, int], dict[str, str]] = {}
+    for cost in costs:
+        row = cells.setdefault((cost.spec, cost.op, cost.call, cost.launches), {})
+        row[cost.launcher] = f"{cost.us:.2f} ({cost.least_us:.2f})"
+    header = ["spec", "op", "call", "launches", *(f"us, {launcher}" for launcher in launchers)]
+    rows = [[*map(str, key), *(row.get(launcher, "-") for launcher in launchers)] for key, row in cells.items()]
+    return header, rows

@@ -1,0 +1,318 @@
+"""The methods of loaded kernels that attend over the cache rows of index lists."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+import torch
+
+from dsagen.errors import FrozenError, GuardError
+from dsagen.families.sparse_decode.choice import Candidate, candidates, choose
+from dsagen.families.sparse_decode.op import WORKSPACE_ALIGNMENT_BYTES, DecodeShape
+from dsagen.runtime import traced
+from dsagen.runtime.decode_outputs import make_outputs
+from dsagen.runtime.driver import Driver
+from dsagen.runtime.loader import Loader
+from dsagen.runtime.plan_cache import PlanCache, PlanKey
+from dsagen.runtime.sparse_decode import (
+    OP,
+    DecodeBinder,
+    DecodeTensors,
+    SparseDecodePlan,
+    check_index_values,
+    require_scale,
+)
+from dsagen.spec import DeploymentSpec
+
+if TYPE_CHECKING:
+    from dsagen.runtime.api import Device
+    from dsagen.runtime.device_kernels import DeviceKernels
+
+
+class DecodeOps(ABC):
+    """sparse_decode and its plans, over what `Kernels` provides."""
+
+    spec: DeploymentSpec
+    handle: str
+    _driver: Driver
+    _loader: Loader
+    _binder: DecodeBinder
+    _debug_sync: bool
+    _poisons: bool
+    _checks_values: bool
+    # What calls without a plan share.
+    _plans: PlanCache[PlanKey, SparseDecodePlan]
+    _lock: threading.RLock
+
+    @abstractmethod
+    def _require_op(self, op: str) -> None:
+        """GuardError for an op that the spec does not declare."""
+
+    @abstractmethod
+    def _refuse_capture(self, ordinal: int) -> None:
+        """GuardError while a CUDA graph is captured, for what waits for the device."""
+
+    @abstractmethod
+    def _on(self, ordinal: int) -> DeviceKernels:
+        """The deployment's kernels for a device."""
+
+    @abstractmethod
+    def _ordinal(self, device: Device | None) -> int:
+        """A device's number; the default's for None."""
+
+    def sparse_decode_workspace_bytes(
+        self,
+        batch: int,
+        s_q: int,
+        topk: int,
+        *,
+        extra_topk: int = 0,
+        num_splits: int | None = None,
+        device: Device | None = None,
+    ) -> int:
+        """Bytes of the workspace that a plan of that shape needs; 0 where rows are not split. Allocates nothing."""
+        self._require_op(OP)
+        kernels = self._on(self._ordinal(device))
+        shape = self._shape(batch, s_q, topk, extra_topk)
+        return choose(self._judge(kernels, shape, num_splits)).partition.workspace_bytes
+
+    def plan_sparse_decode(
+        self,
+        batch: int,
+        s_q: int,
+        topk: int,
+        *,
+        extra_topk: int = 0,
+        num_splits: int | None = None,
+        workspace: torch.Tensor | None = None,
+        device: Device | None = None,
+    ) -> SparseDecodePlan:
+        """A plan for calls with q [batch, s_q, heads, d_qk], indices [batch, s_q, topk] and, unless `extra_topk` is 0,
+        extra_indices [batch, s_q, extra_topk].
+
+        `num_splits` overrides the spec's mode. `workspace` is uint8 memory of at least `sparse_decode_workspace_bytes`,
+        which must serve no other plan at the same time; without it the plan allocates its own. Loads kernels that are
+        not loaded yet. FrozenError during graph capture.
+        """
+        self._require_op(OP)
+        kernels = self._on(self._ordinal(device))
+        if self._driver.is_capturing(kernels.ordinal):
+            raise FrozenError(
+                f"sparse_decode: no plan for batch {batch}, s_q {s_q}, topk {topk}"
+                f"{f' + {extra_topk}' if extra_topk else ''} exists, and making one during CUDA "
+                "graph capture is not possible: call plan_sparse_decode before the capture and pass its plan"
+            )
+        return self._make_plan(kernels, self._shape(batch, s_q, topk, extra_topk), num_splits, workspace)
+
+    def sparse_decode(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        indices: torch.Tensor,
+        *,
+        plan: SparseDecodePlan | None = None,
+        topk_length: torch.Tensor | None = None,
+        attn_sink: torch.Tensor | None = None,
+        extra_k_cache: torch.Tensor | None = None,
+        extra_indices: torch.Tensor | None = None,
+        extra_topk_length: torch.Tensor | None = None,
+        kpe_cache: torch.Tensor | None = None,
+        extra_kpe_cache: torch.Tensor | None = None,
+        softmax_scale: float | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention of each query token over the cache rows that its index list names, on the current stream.
+
+        - q: bf16 [batch, s_q, heads, d_qk], last dim contiguous
+        - k_cache: [pages, page_size, 1, columns] of the spec's KV format; pages may lie apart by any multiple of 16
+        bytes
+        - indices: int32 [batch, s_q, topk], page x page_size + slot; negative: no token. Ids at or past the pool are
+          masked; with DSAGEN_CHECK_INDICES they are an error, at the price of waiting for the device
+        - topk_length: int32 [batch] or [batch, s_q], live columns of each row; bounded to 0..topk (checked likewise)
+        - attn_sink: fp32 [heads], natural-log logits of a sink without value
+        - extra_k_cache, extra_indices [batch, s_q, extra_topk], extra_topk_length: a second cache in the same softmax,
+          of the spec's extra_kv, with pages, list and lengths of its own; a call may leave it out
+        - kpe_cache, extra_kpe_cache: the rotary dims of formats that keep them in a tensor of their own
+        - softmax_scale: the model's by default
+        - out, lse: destinations, allocated where not given
+
+        Returns out bf16 [batch, s_q, heads, d_v] and lse fp32 [batch, heads, s_q] in the spec's base, without the
+        sink. A row without tokens gives 0 and the spec's empty lse. Calls without `plan` share plans per shape and
+        stream; during CUDA graph capture they need one from an earlier call of that shape on that stream, so better
+        pass one. Raises GuardError for tensors that do not fit, FrozenError for what would have to be made during
+        capture, DeviceError when the driver refuses.
+        """
+        if torch.compiler.is_compiling():
+            given = {
+                "topk_length": topk_length,
+                "attn_sink": attn_sink,
+                "softmax_scale": softmax_scale,
+                "extra_k_cache": extra_k_cache,
+                "extra_indices": extra_indices,
+                "extra_topk_length": extra_topk_length,
+                "kpe_cache": kpe_cache,
+                "extra_kpe_cache": extra_kpe_cache,
+            }
+            d_v = self.spec.dims.d_v
+            return traced.sparse_decode(self.handle, plan, (q, k_cache, indices), out, lse, d_v, **given)
+        others = (kpe_cache, extra_k_cache, extra_indices, extra_topk_length, extra_kpe_cache)
+        # What `_repeat_decode` does, without a detour for the call that matters most.
+        if (
+            out is not None
+            and lse is not None
+            and type(plan) is SparseDecodePlan
+            and plan.spec is self.spec
+            and not self._checks_values
+            and plan.repeat(q, k_cache, indices, topk_length, attn_sink, out, lse, *others, softmax_scale)
+        ):
+            return out, lse
+        tensors = DecodeTensors(q, k_cache, indices, topk_length, attn_sink, out, lse, *others)
+        if plan is None:
+            return self.decode_with_shared_plan(tensors, softmax_scale)
+        return self._repeat_decode(tensors, plan, softmax_scale) or self._decode(tensors, plan, softmax_scale)
+
+    def decode_with_shared_plan(
+        self,
+        tensors: DecodeTensors,
+        softmax_scale: float | None,
+        num_splits: int | None = None,
+        *,
+        may_plan_in_capture: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As sparse_decode with the plan that calls of this shape and split count share on the current stream.
+
+        With `may_plan_in_capture` a captured call that finds none has one of its own, in memory of the graph's pool.
+        """
+        plan = self._known_plan(tensors, num_splits)
+        found = None if plan is None else self._repeat_decode(tensors, plan, softmax_scale)
+        return found or self._decode(tensors, None, softmax_scale, num_splits, may_plan_in_capture)
+
+    def _repeat_decode(
+        self, tensors: DecodeTensors, plan: SparseDecodePlan, softmax_scale: float | None
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Launch a call again that is like one that the plan has launched; None where there is none."""
+        if type(plan) is not SparseDecodePlan or plan.spec is not self.spec or self._checks_values:
+            return None
+        q, k_cache, indices, topk_length, attn_sink, out, lse, *others = tensors
+        if out is None or lse is None:
+            made = plan.new_outputs()
+            out, lse = made[0] if out is None else out, made[1] if lse is None else lse
+        if plan.repeat(q, k_cache, indices, topk_length, attn_sink, out, lse, *others, softmax_scale):
+            return out, lse
+        return None
+
+    def _known_plan(self, tensors: DecodeTensors, num_splits: int | None) -> SparseDecodePlan | None:
+        """The plan that a call without one has, if there is one already: nothing is checked yet."""
+        try:
+            batch, s_q, topk = tensors.indices.shape
+            extra_topk = 0 if tensors.extra_indices is None else tensors.extra_indices.shape[2]
+            ordinal = self._driver.ordinal(tensors.indices.device)
+        except (AttributeError, ValueError, IndexError):
+            return None
+        if ordinal is None:
+            return None
+        # A PlanKey's fields: making one would cost as much as the rest.
+        key = (batch, s_q, topk, extra_topk, ordinal, self._driver.current_stream(ordinal), num_splits)
+        with self._lock:
+            plan = self._plans.get(key)  # type: ignore[arg-type]
+            if plan is not None and self._driver.is_capturing(ordinal):
+                self._plans.pin(PlanKey(*key))
+            return plan
+
+    def _decode(
+        self,
+        tensors: DecodeTensors,
+        plan: SparseDecodePlan | None,
+        softmax_scale: float | None,
+        num_splits: int | None = None,
+        may_plan_in_capture: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A call that has to be checked first."""
+        self._require_op(OP)
+        binding = self._binder.bind(tensors)
+        if softmax_scale is not None:
+            require_scale(softmax_scale)
+        ordinal = self._driver.ordinal(binding.device)
+        assert ordinal is not None
+        stream = self._driver.current_stream(ordinal)
+        rows = binding.batch * binding.s_q
+        if plan is None:
+            if rows == 0:
+                return _results(make_outputs(tensors, self.spec.dims.d_v))
+            shape = (binding.batch, binding.s_q, binding.topk, binding.extra_topk)
+            plan = self._shared_plan(may_plan_in_capture, PlanKey(*shape, ordinal, stream, num_splits))
+        else:
+            self._require_own(plan)
+            plan.require_shape(binding)
+            plan.require_apart(tensors, binding)
+        if self._checks_values and rows:
+            self._refuse_capture(ordinal)
+            check_index_values(tensors)
+        bound = make_outputs(tensors, self.spec.dims.d_v)
+        if rows:
+            plan.launch(binding.arguments, bound, softmax_scale, stream)
+        return _results(bound)
+
+    def _shared_plan(self, may_plan_in_capture: bool, key: PlanKey) -> SparseDecodePlan:
+        with self._lock:
+            plan = self._plans.get(key)
+            if plan is not None:
+                if self._driver.is_capturing(key.ordinal):
+                    self._plans.pin(key)
+            elif may_plan_in_capture and self._driver.is_capturing(key.ordinal):
+                plan = self._plan_in_capture(key)
+            else:
+                shape, splits = (key.batch, key.s_q, key.topk), key.num_splits
+                plan = self.plan_sparse_decode(*shape, extra_topk=key.extra_topk, num_splits=splits, device=key.ordinal)
+                self._plans.add(key, plan)
+            return plan
+
+    def _plan_in_capture(self, key: PlanKey) -> SparseDecodePlan:
+        """A plan for one call of a graph. What comes after it in the graph may have its memory again."""
+        kernels, device = self._on(key.ordinal), self._driver.torch_device(key.ordinal)
+        shape = self._shape(key.batch, key.s_q, key.topk, key.extra_topk)
+        size = choose(self._judge(kernels, shape, key.num_splits)).partition.workspace_bytes
+        workspace = None
+        if size:
+            memory = torch.empty(size + WORKSPACE_ALIGNMENT_BYTES, dtype=torch.uint8, device=device)
+            first = -memory.data_ptr() % WORKSPACE_ALIGNMENT_BYTES
+            workspace = memory[first : first + size]
+        return self._make_plan(kernels, shape, key.num_splits, workspace)
+
+    def _make_plan(
+        self, kernels: DeviceKernels, shape: DecodeShape, num_splits: int | None, workspace: torch.Tensor | None
+    ) -> SparseDecodePlan:
+        chosen = choose(self._judge(kernels, shape, num_splits))
+        main = self._loader.load(chosen.plan, kernels.ordinal)
+        combine = self._loader.load(kernels.combine, kernels.ordinal) if chosen.partition.combine_ctas else None
+        return SparseDecodePlan(
+            self.spec,
+            self._driver,
+            (shape.batch, shape.s_q, shape.topk, shape.extra_topk),
+            chosen.partition,
+            main,
+            combine,
+            workspace,
+            self._debug_sync,
+            self._poisons,
+        )
+
+    def _require_own(self, plan: SparseDecodePlan) -> None:
+        if not isinstance(plan, SparseDecodePlan) or plan.spec is not self.spec:
+            raise GuardError("[T-09] plan: was not made by these kernels: pass what their plan_sparse_decode returned")
+
+    def _shape(self, batch: int, s_q: int, topk: int, extra_topk: int) -> DecodeShape:
+        return DecodeShape(batch, s_q, self.spec.heads, topk, extra_topk)
+
+    def _judge(self, kernels: DeviceKernels, shape: DecodeShape, num_splits: int | None) -> tuple[Candidate, ...]:
+        spec, sm_count = self.spec, kernels.facts.sm_count
+        capacities = (spec.topk, spec.extra_topk)
+        return candidates(kernels.mains, shape, capacities, sm_count, spec.determinism, num_splits)
+
+
+def _results(tensors: DecodeTensors) -> tuple[torch.Tensor, torch.Tensor]:
+    assert tensors.out is not None and tensors.lse is not None
+    return tensors.out, tensors.lse

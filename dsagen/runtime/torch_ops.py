@@ -1,0 +1,179 @@
+"""The ops as torch knows them, `torch.ops.dsagen.*`: for torch.compile, torch.export and whatever else traces.
+
+Each takes the handle of loaded kernels (`Kernels.handle`) in place of `self`, and no plan: calls of a shape on a stream
+share one. Out variants return nothing. The methods of `Kernels` call these while torch.compile traces them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsagen.runtime.handles import find
+from dsagen.runtime.kv_cache import cache_of
+from dsagen.runtime.sparse_decode import DecodeTensors
+from dsagen.runtime.tensors import require_no_grad
+
+NAMESPACE = "dsagen"
+_LIBRARY: Any = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
+
+_DECODE = "Tensor q, Tensor k_cache, Tensor indices, str kernels"
+_DECODE_OPTIONS = (
+    "Tensor? topk_length=None, Tensor? attn_sink=None, float? softmax_scale=None, int? num_splits=None, "
+    "Tensor? extra_k_cache=None, Tensor? extra_indices=None, Tensor? extra_topk_length=None, Tensor? kpe_cache=None, "
+    "Tensor? extra_kpe_cache=None"
+)
+_TOPK = (
+    "Tensor scores, str kernels, int k, Tensor? lengths=None, Tensor? starts=None, Tensor? page_table=None, "
+    "int? page_size=None, Tensor? table_of_row=None, Tensor? table_starts=None, Tensor? candidate_blocks=None, "
+    "Tensor? offsets=None, bool drop_neg_inf=False, str determinism='set'"
+)
+_READ = (
+    "Tensor k_cache, str kernels, Tensor? slots=None, Tensor? block_table=None, Tensor? row_starts=None, "
+    "Tensor? token_starts=None, SymInt? rows=None, Tensor? kpe_cache=None, bool extra=False"
+)
+SCHEMAS = {
+    "sparse_decode": f"({_DECODE}, {_DECODE_OPTIONS}) -> (Tensor, Tensor)",
+    "sparse_decode_out": f"({_DECODE}, {_DECODE_OPTIONS}, *, Tensor(a!) out, Tensor(b!) lse) -> ()",
+    "topk": f"({_TOPK}) -> Tensor",
+    "topk_out": f"({_TOPK}, *, Tensor(a!) out, Tensor(b!)? raw=None, Tensor(c!)? counts=None) -> ()",
+    "kv_write": "(Tensor rows, Tensor(a!) k_cache, Tensor slots, str kernels, Tensor? k_pe=None, "
+    "Tensor(b!)? kpe_cache=None, bool extra=False) -> ()",
+    "kv_read": f"({_READ}) -> Tensor",
+    "kv_read_out": f"({_READ}, *, Tensor(a!) out) -> ()",
+    "kv_convert": "(Tensor source, Tensor(a!) target, str kernels, Tensor? source_slots=None, "
+    "Tensor? target_slots=None, bool extra=False) -> ()",
+}
+
+
+def _sparse_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    indices: Tensor,
+    kernels: str,
+    topk_length: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+    softmax_scale: float | None = None,
+    num_splits: int | None = None,
+    *rest: Tensor | None,
+    **named: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    others = _named(_DECODE_OTHERS, rest, named)
+    tensors = DecodeTensors(q, k_cache, indices, topk_length, attn_sink, **others)
+    return find(kernels).decode_with_shared_plan(tensors, softmax_scale, num_splits)
+
+
+def _sparse_decode_out(
+    q: Tensor,
+    k_cache: Tensor,
+    indices: Tensor,
+    kernels: str,
+    topk_length: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+    softmax_scale: float | None = None,
+    num_splits: int | None = None,
+    *rest: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    **named: Tensor | None,
+) -> None:
+    others = _named(_DECODE_OTHERS, rest, named)
+    tensors = DecodeTensors(q, k_cache, indices, topk_length, attn_sink, out, lse, **others)
+    find(kernels).decode_with_shared_plan(tensors, softmax_scale, num_splits)
+
+
+def _topk(scores: Tensor, kernels: str, k: int, *rest: Any, **named: Any) -> Tensor:
+    return find(kernels).topk(scores, k=k, **_named(_TOPK_NAMES, rest, named))
+
+
+def _topk_out(scores: Tensor, kernels: str, k: int, *rest: Any, **named: Any) -> None:
+    find(kernels).topk(scores, k=k, **_named(_TOPK_NAMES, rest, named))
+
+
+def _kv_write(rows: Tensor, k_cache: Tensor, slots: Tensor, kernels: str, *rest: Any, **named: Any) -> None:
+    find(kernels).kv_write(rows, k_cache, slots, **_named(("k_pe", "kpe_cache", "extra"), rest, named))
+
+
+def _kv_read(k_cache: Tensor, kernels: str, *rest: Any, **named: Any) -> Tensor:
+    return find(kernels).kv_read(k_cache, **_named(_READ_NAMES, rest, named))
+
+
+def _kv_read_out(k_cache: Tensor, kernels: str, *rest: Any, **named: Any) -> None:
+    find(kernels).kv_read(k_cache, **_named(_READ_NAMES, rest, named))
+
+
+def _kv_convert(source: Tensor, target: Tensor, kernels: str, *rest: Any, **named: Any) -> None:
+    find(kernels).kv_convert(source, target, **_named(("source_slots", "target_slots", "extra"), rest, named))
+
+
+def _parameters(schema: str) -> tuple[str, ...]:
+    """Names of a schema's parameters that have defaults, in order."""
+    return tuple(part.rpartition(" ")[2].partition("=")[0] for part in schema.split(", ") if "=" in part)
+
+
+_TOPK_NAMES, _READ_NAMES = _parameters(_TOPK), _parameters(_READ)
+_DECODE_OTHERS = _parameters(_DECODE_OPTIONS)[4:]
+
+
+def _named(names: tuple[str, ...], rest: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
+    return {**dict(zip(names, rest, strict=False)), **named}
+
+
+# What tracing needs: shapes and dtypes of results. The checks come with the call.
+
+
+def _refuse_grad(*values: Any, **named: Any) -> None:
+    for value in (*values, *named.values()):
+        if isinstance(value, Tensor):
+            require_no_grad("an input", value)
+
+
+def _fake_sparse_decode(
+    q: Tensor, k_cache: Tensor, indices: Tensor, kernels: str, *rest: Any, **named: Any
+) -> tuple[Tensor, Tensor]:
+    _refuse_grad(q, k_cache, indices, *rest, **named)
+    batch, s_q, heads = q.shape[:3]
+    out = q.new_empty((batch, s_q, heads, find(kernels).spec.dims.d_v), dtype=torch.bfloat16)
+    return out, q.new_empty((batch, s_q, heads), dtype=torch.float32).transpose(1, 2)
+
+
+def _fake_topk(scores: Tensor, kernels: str, k: int, *rest: Any, **named: Any) -> Tensor:
+    _refuse_grad(scores, *rest, **named)
+    return scores.new_empty((scores.shape[0], k), dtype=torch.int32)
+
+
+def _fake_kv_read(k_cache: Tensor, kernels: str, *rest: Any, **named: Any) -> Tensor:
+    given = _named(_READ_NAMES, rest, named)
+    _refuse_grad(k_cache, **given)
+    slots = given.get("slots")
+    rows: int = given["rows"] if slots is None else slots.shape[0]
+    record = cache_of(find(kernels).spec, bool(given.get("extra")))
+    return k_cache.new_empty((rows, record.d_qk), dtype=torch.bfloat16)
+
+
+def _fake_nothing(*values: Any, **named: Any) -> None:
+    _refuse_grad(*values, **named)
+
+
+_OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "sparse_decode": (_sparse_decode, _fake_sparse_decode),
+    "sparse_decode_out": (_sparse_decode_out, _fake_nothing),
+    "topk": (_topk, _fake_topk),
+    "topk_out": (_topk_out, _fake_nothing),
+    "kv_write": (_kv_write, _fake_nothing),
+    "kv_read": (_kv_read, _fake_kv_read),
+    "kv_read_out": (_kv_read_out, _fake_nothing),
+    "kv_convert": (_kv_convert, _fake_nothing),
+}
+
+# Strides are part of a cache's meaning, so that a compiler may not change them on the way.
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+for _name, _schema in SCHEMAS.items():
+    _real, _fake = _OPS[_name]
+    _LIBRARY.define(_name + _schema, tags=_TAGS)
+    # One function for all devices: the kernels tell tensors of a device that they do not serve by themselves.
+    _LIBRARY.impl(_name, _real, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=_LIBRARY)

@@ -1,0 +1,78 @@
+"""What the methods of loaded kernels do while torch.compile or torch.export traces them: they call torch's ops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsagen.errors import GuardError
+from dsagen.runtime.sparse_decode import SparseDecodePlan
+
+# Read through torch at each call: tracing knows the ops by that.
+_OPS = torch.ops.dsagen
+
+
+def sparse_decode(
+    handle: str,
+    plan: SparseDecodePlan | None,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    out: Tensor | None,
+    lse: Tensor | None,
+    d_v: int,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """As Kernels.sparse_decode. A plan gives its shape and split count; the workspace is that of calls without one."""
+    q, _, indices = tensors
+    num_splits = None
+    if plan is not None:
+        extra = options.get("extra_indices")
+        found = (q.shape[0], q.shape[1], indices.shape[2], 0 if extra is None else extra.shape[2])
+        if found != (plan.batch, plan.s_q, plan.topk, plan.extra_topk):
+            raise GuardError(
+                f"[T-09] plan: made for batch {plan.batch}, s_q {plan.s_q}, topk {plan.topk}, extra_topk "
+                f"{plan.extra_topk}, which the tensors do not have: make a plan for them with plan_sparse_decode"
+            )
+        num_splits = plan.num_splits
+    if out is None and lse is None:
+        made: tuple[Tensor, Tensor] = _OPS.sparse_decode(*tensors, handle, **options, num_splits=num_splits)
+        return made
+    if out is None:
+        out = q.new_empty((*q.shape[:3], d_v), dtype=torch.bfloat16)
+    if lse is None:
+        lse = q.new_empty(q.shape[:3], dtype=torch.float32).transpose(1, 2)
+    _OPS.sparse_decode_out(*tensors, handle, **options, num_splits=num_splits, out=out, lse=lse)
+    return out, lse
+
+
+def topk(
+    handle: str, scores: Tensor, k: int, out: Tensor | None, raw: Tensor | None, counts: Tensor | None, **options: Any
+) -> Tensor:
+    """As Kernels.topk."""
+    if out is None and raw is None and counts is None:
+        made: Tensor = _OPS.topk(scores, handle, k, **options)
+        return made
+    if out is None:
+        out = scores.new_empty((scores.shape[0], k), dtype=torch.int32)
+    _OPS.topk_out(scores, handle, k, **options, out=out, raw=raw, counts=counts)
+    return out
+
+
+def kv_read(handle: str, k_cache: Tensor, out: Tensor | None, **options: Any) -> Tensor:
+    """As Kernels.kv_read."""
+    if out is None:
+        made: Tensor = _OPS.kv_read(k_cache, handle, **options)
+        return made
+    _OPS.kv_read_out(k_cache, handle, **options, out=out)
+    return out
+
+
+def kv_write(handle: str, rows: Tensor, k_cache: Tensor, slots: Tensor, **options: Any) -> None:
+    """As Kernels.kv_write."""
+    _OPS.kv_write(rows, k_cache, slots, handle, **options)
+
+
+def kv_convert(handle: str, source: Tensor, target: Tensor, **options: Any) -> None:
+    """As Kernels.kv_convert."""
+    _OPS.kv_convert(source, target, handle, **options)

@@ -1,0 +1,280 @@
+"""The ops as torch knows them, on the emulator: torch's own checks of an op, and what torch.compile makes of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import dsagen
+from dsagen.emulator import Counts
+from dsagen.errors import GuardError
+from dsagen.runtime.emulated import EmulatedLaunch, EmulatorOptions
+from dsagen.runtime.torch_ops import SCHEMAS
+
+pytestmark = pytest.mark.compile
+
+OPS = torch.ops.dsagen
+HEADS, TOPK, PAGES, PAGE, K = 16, 40, 3, 16, 8
+
+
+@pytest.fixture(scope="module")
+def store(shared_store: Path) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DSAGEN_CACHE_DIR", str(shared_store))
+        yield
+
+
+LAUNCHES: list[str] = []
+
+
+def observe(launch: EmulatedLaunch) -> None:
+    assert isinstance(launch.counts, Counts)
+    LAUNCHES.append(launch.symbol)
+
+
+def load(name: str) -> dsagen.Kernels:
+    return dsagen.load(name, device="emulator", emulator=EmulatorOptions(races=False, observe=observe))
+
+
+@pytest.fixture(scope="module")
+def decode(store: None) -> dsagen.Kernels:
+    return load("v32_h16")
+
+
+@pytest.fixture(scope="module")
+def select(store: None) -> dsagen.Kernels:
+    return load("v32_topk_h128")
+
+
+@pytest.fixture(scope="module")
+def caches(store: None) -> dsagen.Kernels:
+    return load("v32_kv_cache_h128")
+
+
+@pytest.fixture(scope="module")
+def v41(store: None) -> dsagen.Kernels:
+    return load("v41_kv_cache_h64")
+
+
+@pytest.fixture
+def all_kernels(
+    decode: dsagen.Kernels, select: dsagen.Kernels, caches: dsagen.Kernels, v41: dsagen.Kernels
+) -> dict[str, dsagen.Kernels]:
+    return {"decode": decode, "select": select, "caches": caches, "v41": v41}
+
+
+def q(batch: int = 2) -> Tensor:
+    return torch.randn(batch, 1, HEADS, 576).bfloat16()
+
+
+def pool() -> Tensor:
+    """Rows of small codes, scales of one and rotary dims of one, so that every value is finite."""
+    cache = torch.randint(0, 56, (PAGES, PAGE, 1, 656), dtype=torch.uint8)
+    cache[..., 512:528].view(torch.float32).fill_(1.0)
+    cache[..., 528:].view(torch.bfloat16).fill_(1.0)
+    return cache
+
+
+def ids(batch: int = 2) -> Tensor:
+    return torch.randint(-1, PAGES * PAGE, (batch, 1, TOPK), dtype=torch.int32)
+
+
+def outputs(batch: int = 2) -> dict[str, Tensor]:
+    out = torch.zeros(batch, 1, HEADS, 512, dtype=torch.bfloat16)
+    return {"out": out, "lse": torch.zeros(batch, 1, HEADS).transpose(1, 2)}
+
+
+def lengths(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def rows(count: int, dims: int = 576) -> Tensor:
+    return torch.randn(count, dims).bfloat16()
+
+
+# Op: (kernels, arguments of a call).
+CALLS: dict[str, tuple[str, Callable[[str], tuple[tuple[Any, ...], dict[str, Any]]]]] = {
+    "sparse_decode": ("decode", lambda h: ((q(), pool(), ids(), h), {"topk_length": lengths(40, 7)})),
+    "sparse_decode_out": ("decode", lambda h: ((q(), pool(), ids(), h, None, torch.zeros(HEADS), 0.1, 1), outputs())),
+    "topk": ("select", lambda h: ((torch.randn(2, 50), h, K), {"lengths": lengths(50, 3)})),
+    "topk_out": (
+        "select",
+        lambda h: (
+            (torch.randn(2, 50), h, K),
+            {"out": torch.zeros(2, K, dtype=torch.int32), "counts": lengths(0, 0), "raw": None},
+        ),
+    ),
+    "kv_write": ("caches", lambda h: ((rows(3), pool(), lengths(5, -1, 40), h), {})),
+    "kv_read": ("caches", lambda h: ((pool(), h), {"slots": lengths(5, -1, 40)})),
+    "kv_read_out": ("caches", lambda h: ((pool(), h, lengths(1, 2)), {"out": rows(2)})),
+    "kv_convert": (
+        "v41",
+        lambda h: (
+            (torch.randint(0, 99, (2, 4, 1, 528)).byte(), torch.zeros(3, 4, 1, 528, dtype=torch.uint8), h),
+            {"source_slots": lengths(0, 7), "target_slots": lengths(3, 11)},
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("op", SCHEMAS)
+def test_torch_finds_nothing_wrong_with_an_op(op: str, all_kernels: dict[str, dsagen.Kernels]) -> None:
+    kernels, arguments = CALLS[op]
+    positional, named = arguments(all_kernels[kernels].handle)
+    found = torch.library.opcheck(getattr(OPS, op).default, positional, named)
+    assert set(found.values()) == {"SUCCESS"}
+
+
+def test_an_op_gives_what_the_method_gives(all_kernels: dict[str, dsagen.Kernels]) -> None:
+    decode, select, caches = all_kernels["decode"], all_kernels["select"], all_kernels["caches"]
+    call = (q(), pool(), ids())
+    for got, want in zip(OPS.sparse_decode(*call, decode.handle), decode.sparse_decode(*call), strict=True):
+        assert got.equal(want) and got.stride() == want.stride() and got.dtype == want.dtype
+    scores = torch.randn(3, 60)
+    assert OPS.topk(scores, select.handle, K).equal(select.topk(scores, k=K))
+    cache, slots = pool(), lengths(4, 9)
+    assert OPS.kv_read(cache, caches.handle, slots).equal(caches.kv_read(cache, slots=slots))
+
+
+def step(all_kernels: dict[str, dsagen.Kernels], plan: Any = None, **given: Tensor) -> Callable[..., Any]:
+    """A decode step as an engine writes it: store the new row, select, attend, project."""
+    decode, select, caches = all_kernels["decode"], all_kernels["select"], all_kernels["caches"]
+
+    def run(query: Tensor, cache: Tensor, row: Tensor, slot: Tensor, scores: Tensor, weight: Tensor) -> Any:
+        caches.kv_write(row, cache, slot)
+        picked = select.topk(scores, k=TOPK, determinism="order")
+        out, lse = decode.sparse_decode(query, cache, picked[:, None], plan=plan, **given)
+        back = caches.kv_read(cache, slots=slot)
+        return (out.float().flatten(2) @ weight).relu(), lse * 2, picked, back
+
+    return run
+
+
+def step_inputs(batch: int = 2) -> tuple[Tensor, ...]:
+    slot = torch.arange(batch, dtype=torch.int32) * 7
+    return q(batch), pool(), rows(batch), slot, torch.randn(batch, PAGES * PAGE), torch.randn(HEADS * 512, 4)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_step_compiles_as_one_graph(backend: str, all_kernels: dict[str, dsagen.Kernels]) -> None:
+    torch._dynamo.reset()
+    run = step(all_kernels)
+    compiled = torch.compile(run, fullgraph=True, backend=backend)
+    for _ in range(2):
+        inputs = step_inputs()
+        mine = tuple(tensor.clone() for tensor in inputs)
+        expected, found = run(*inputs), compiled(*mine)
+        for want, got in zip(expected, found, strict=True):
+            torch.testing.assert_close(got, want)
+        assert mine[1].equal(inputs[1]), "the write into the cache was lost"
+
+
+def test_a_compiled_call_takes_the_plans_splits_and_given_outputs(all_kernels: dict[str, dsagen.Kernels]) -> None:
+    torch._dynamo.reset()
+    decode = all_kernels["decode"]
+    plan = decode.plan_sparse_decode(2, 1, TOPK, num_splits=1)
+    given = outputs()
+    compiled = torch.compile(step(all_kernels, plan, **given), fullgraph=True, backend="aot_eager")
+    inputs = step_inputs()
+    compiled(*inputs)
+    want = decode.sparse_decode(inputs[0], inputs[1], OPS.topk(inputs[4], all_kernels["select"].handle, TOPK,
+                                                              determinism="order")[:, None], plan=plan)  # fmt: skip
+    assert given["out"].equal(want[0]) and given["lse"].equal(want[1])
+    given["out"].zero_()
+    torch._dynamo.reset()
+    torch.compile(step(all_kernels, plan, out=given["out"]), fullgraph=True, backend="aot_eager")(*inputs)
+    assert given["out"].equal(want[0])
+    with pytest.raises(Exception, match="made for batch 2, s_q 1, topk 40, extra_topk 0, which"):
+        compiled(*step_inputs(3))
+
+
+def test_dynamic_batches_compile_once(decode: dsagen.Kernels) -> None:
+    torch._dynamo.reset()
+    compiles = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        compiles.append(graph)
+        return graph
+
+    compiled = torch.compile(
+        lambda a, b, c: decode.sparse_decode(a, b, c), fullgraph=True, backend=backend, dynamic=True
+    )
+    cache = pool()
+    for batch in (2, 3, 4):
+        call = (q(batch), cache, ids(batch))
+        out, lse = compiled(*call)
+        want = decode.sparse_decode(*call)
+        assert out.equal(want[0]) and lse.equal(want[1])
+    assert len(compiles) == 1
+
+
+def test_export_keeps_the_op(decode: dsagen.Kernels) -> None:
+    class Attention(torch.nn.Module):
+        def forward(self, query: Tensor, cache: Tensor, picked: Tensor) -> Tensor:
+            return decode.sparse_decode(query, cache, picked)[0]
+
+    call = (q(), pool(), ids())
+    program = torch.export.export(Attention(), call)
+    targets = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+    assert "dsagen.sparse_decode.default" in targets
+    assert program.module()(*call).equal(decode.sparse_decode(*call)[0])
+
+
+def test_fake_tensors_give_shapes_and_launch_nothing(all_kernels: dict[str, dsagen.Kernels]) -> None:
+    for op in SCHEMAS:
+        kernels, arguments = CALLS[op]
+        positional, named = arguments(all_kernels[kernels].handle)
+        real = getattr(OPS, op)(*positional, **named)
+        count = len(LAUNCHES)
+        with FakeTensorMode() as mode:
+            fakes = [mode.from_tensor(value) if isinstance(value, Tensor) else value for value in positional]
+            more = {n: mode.from_tensor(value) if isinstance(value, Tensor) else value for n, value in named.items()}
+            fake = getattr(OPS, op)(*fakes, **more)
+        assert len(LAUNCHES) == count
+        for got, want in zip(*((x if isinstance(x, tuple) else (x,)) for x in (fake, real)), strict=True):
+            if want is not None:
+                assert (got.shape, got.dtype, got.stride()) == (want.shape, want.dtype, want.stride())
+
+
+def test_grad_is_refused_eager_and_traced(all_kernels: dict[str, dsagen.Kernels]) -> None:
+    torch._dynamo.reset()
+    decode, select = all_kernels["decode"], all_kernels["select"]
+    query = q().requires_grad_()
+    with pytest.raises(GuardError, match=r"\[T-02\] q: requires grad"):
+        OPS.sparse_decode(query, pool(), ids(), decode.handle)
+    with pytest.raises(GuardError, match=r"\[T-02\] scores: requires grad"):
+        OPS.topk(torch.randn(2, 50, requires_grad=True), select.handle, K)
+    compiled = torch.compile(lambda a, b, c: decode.sparse_decode(a, b, c), fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match=r"\[T-02\] an input: requires grad"):
+        compiled(query, pool(), ids())
+
+
+def test_a_subclass_reaches_no_kernel(decode: dsagen.Kernels) -> None:
+    class Subclass(Tensor):
+        pass
+
+    count = len(LAUNCHES)
+    with pytest.raises(GuardError, match=r"\[T-01\] q: Subclass is a tensor subclass"):
+        OPS.sparse_decode(q().as_subclass(Subclass), pool(), ids(), decode.handle)
+    assert len(LAUNCHES) == count
+
+
+def test_a_handle_names_kernels_of_its_spec(decode: dsagen.Kernels, store: None) -> None:
+    assert decode.handle.startswith("v32_h16-") and decode.handle.endswith("#0")
+    again = load("v32_h16")
+    assert again.handle == decode.handle[:-1] + "1"
+    call = (q(), pool(), ids())
+    want = OPS.sparse_decode(*call, again.handle)[0]
+    handle = again.handle
+    del again
+    # Code that was compiled with it means kernels of this spec, whichever they are.
+    assert OPS.sparse_decode(*call, handle)[0].equal(want)
+    other = handle.replace("v32_h16-", "v32_h32-")
+    with pytest.raises(GuardError, match=rf"\[T-19\] kernels: none that are loaded have the handle '{other}'"):
+        OPS.sparse_decode(*call, other)

@@ -1,0 +1,63 @@
+// A stand-in for the CUDA driver that records launches, with what the launcher in C asks of torch's exchange of tensors
+// besides tensors. A function's handle points to the size of its argument block, so that the block can be copied.
+#include <dlfcn.h>
+#include <stdint.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "abi.h"
+
+enum { kMostRecords = 4096, kMostBytes = 1024 };
+
+typedef struct {
+  void *function, *stream, *context;
+  unsigned grid[3], block[3], shared_bytes;
+  unsigned attribute_count, attributes[kMostAttributes][4];
+  unsigned block_bytes;
+  unsigned char bytes[kMostBytes];
+} Record;
+
+Record stub_records[kMostRecords];
+int stub_count, stub_fail, stub_pushes, stub_delay_us, stub_stream_fails, stream_error;
+void *stub_stream, *stub_context;
+
+CUresult cuCtxGetCurrent(void** context) { *context = stub_context; return 0; }
+CUresult cuCtxPushCurrent_v2(void* context) { stub_context = context; stub_pushes += 1; return 0; }
+CUresult cuCtxPopCurrent_v2(void** context) { *context = stub_context; stub_context = NULL; return 0; }
+
+CUresult cuStreamIsCapturing(void* stream, int* status) { *status = stream == (void*)0x77; return stream_error; }
+
+CUresult cuLaunchKernelEx(const LaunchConfig* config, void* function, void** params, void** extra) {
+  if (stub_fail != 0) return stub_fail;
+  if (stub_count == kMostRecords || extra != NULL) return 1;
+  Record* record = &stub_records[stub_count++];
+  record->function = function;
+  record->stream = config->stream;
+  record->context = stub_context;
+  memcpy(record->grid, &config->grid_x, sizeof record->grid);
+  memcpy(record->block, &config->block_x, sizeof record->block);
+  record->shared_bytes = config->shared_bytes;
+  record->attribute_count = config->attribute_count;
+  for (unsigned i = 0; i < config->attribute_count; ++i) {
+    record->attributes[i][0] = (unsigned)config->attributes[i].id;
+    memcpy(&record->attributes[i][1], config->attributes[i].value.bytes, 3 * sizeof(unsigned));
+  }
+  record->block_bytes = *(const unsigned*)function;
+  memcpy(record->bytes, params[0], record->block_bytes);
+  if (stub_delay_us != 0) usleep((useconds_t)stub_delay_us);
+  return 0;
+}
+
+static int current_stream(int32_t device_type, int32_t device_id, void** out) {
+  (void)device_type, (void)device_id;
+  *out = stub_stream;
+  return stub_stream_fails ? -1 : 0;
+}
+
+// Torch's exchange, but for the stream: on the CPU it knows none.
+static DlExchange exchange;
+const DlExchange* stub_exchange(const DlExchange* torchs) {
+  exchange = *torchs;
+  exchange.current_stream = current_stream;
+  return &exchange;
+}
