@@ -21,14 +21,14 @@ from dsagen.check.cases import DecodeCase
 from dsagen.check.compare import compare_decode
 from dsagen.check.inputs import DecodeInputs, make_inputs
 from dsagen.check.probes import gates_for
-from dsagen.division import page_divisor
 from dsagen.emulator import Counts, Memory
 from dsagen.families.sparse_decode.family import FAMILY, NAME, plan_main
 from dsagen.families.sparse_decode.op import DecodeShape, partition
-from dsagen.families.sparse_decode.reference import DecodeReference, sparse_decode_reference
+from dsagen.families.sparse_decode.reference import DecodeReference, Source, sparse_decode_reference
 from dsagen.kv_format import kv_format
 from dsagen.plan import KernelPlan, Variant
 from dsagen.render import render
+from dsagen.runtime.decode_caches import pool_addresses, pool_arguments
 
 PARTIALS = ("lse_accum", "o_accum")
 _PACK = {"pointer": "Q", "u64": "Q", "i64": "q", "u32": "I", "i32": "i", "f32": "f"}
@@ -85,16 +85,18 @@ def combine_kernel(d_v: int, arch: str) -> Kernel:
 
 
 @cache
-def inputs_of(case: DecodeCase, fmt: str, heads: int) -> DecodeInputs:
-    return make_inputs(case, kv_format(fmt), heads, torch.device("cpu"), torch.Generator().manual_seed(11))
+def inputs_of(case: DecodeCase, fmt: str, heads: int, extra: str | None = None) -> DecodeInputs:
+    generator = torch.Generator().manual_seed(11)
+    other = None if extra is None else kv_format(extra)
+    return make_inputs(case, kv_format(fmt), heads, torch.device("cpu"), generator, other)
 
 
 @cache
-def reference_of(case: DecodeCase, fmt: str, heads: int) -> DecodeReference:
-    inputs = inputs_of(case, fmt, heads)
+def reference_of(case: DecodeCase, fmt: str, heads: int, extra: str | None = None) -> DecodeReference:
+    inputs = inputs_of(case, fmt, heads, extra)
     return sparse_decode_reference(
-        inputs.q, inputs.record, inputs.caches, inputs.indices,
-        sm_scale=inputs.sm_scale, topk_length=inputs.topk_length, attn_sink=inputs.attn_sink,
+        inputs.q, inputs.record, inputs.caches, inputs.indices, sm_scale=inputs.sm_scale,
+        topk_length=inputs.topk_length, attn_sink=inputs.attn_sink, extra=inputs.extra,
     )  # fmt: skip
 
 
@@ -118,15 +120,17 @@ def run(
     combine: Kernel | None = None,
     schedule: str | None = None,
     page_stride_bytes: int | None = None,
+    extra: str | None = None,
 ) -> Run:
     """Main and, for several splits, combine. `main` and `combine` replace the kernels that would be compiled.
 
-    With a `page_stride_bytes` the cache's pages lie so far apart, with nothing in between.
+    With a `page_stride_bytes` the cache's pages lie so far apart, with nothing in between. `extra` is the format of the
+    second cache, for a case that has one.
     """
     record = kv_format(fmt)
-    inputs = inputs_of(case, fmt, heads)
+    inputs = inputs_of(case, fmt, heads, extra)
     main = main or main_kernel(fmt, heads, arch)
-    shape = DecodeShape(case.batch, case.s_q, heads, case.topk)
+    shape = DecodeShape(case.batch, case.s_q, heads, case.topk, case.extra_topk)
     part = partition(shape, main.plan, 132, "off", splits)
     memory = Memory()
     out = torch.full((case.batch, case.s_q, heads, record.d_v), math.nan, dtype=torch.bfloat16)
@@ -145,23 +149,16 @@ def run(
             torch.full((part.rows, splits, heads, record.d_v), math.nan),
         )
         values |= {name: memory.add(name, t, initialised=False) for name, t in zip(PARTIALS, partials, strict=True)}
-    (pool,) = inputs.caches.values()
-    multiplier, shift = page_divisor(case.page_size)
-    indices, lengths = inputs.indices, inputs.topk_length
     arguments = {
         **values,
         "q": memory.add("q", _base(inputs.q), writable=False), **_strides("q", inputs.q),
-        **_place_pool(memory, pool, page_stride_bytes),
-        "row_stride_bytes": record.io_stride_bytes, "page_multiplier": multiplier, "page_shift": shift,
-        "page_size": case.page_size, "pool_tokens": pool.shape[0] * pool.shape[1],
-        "head_groups": part.head_groups, "group_heads": part.group_heads, "topk": case.topk,
-        "indices": memory.add("indices", _base(indices), writable=False),
-        "indices_stride_b": indices.stride(0), "indices_stride_s": indices.stride(1),
-        "topk_length": 0 if lengths is None else memory.add("topk_length", lengths.contiguous(), writable=False),
-        "length_stride_b": 0 if lengths is None else lengths.contiguous().stride(0),
-        "length_stride_s": 0 if lengths is None or lengths.dim() == 1 else 1,
+        "head_groups": part.head_groups, "group_heads": part.group_heads,
         "scale_log2": inputs.sm_scale * math.log2(math.e),
     }  # fmt: skip
+    for prefix, source in zip(("", "extra_"), inputs.sources, strict=False):
+        arguments |= _place_source(memory, prefix, source)
+    if page_stride_bytes is not None:
+        arguments |= _spread_pages(memory, *inputs.caches.values(), stride=page_stride_bytes)
     counts = main.launch(part.main_ctas, arguments, memory, seed, schedule)
     if splits > 1:
         combine = combine or combine_kernel(record.d_v, arch)
@@ -170,11 +167,30 @@ def run(
     return Run(out, lse, counts)
 
 
-def _place_pool(memory: Memory, pool: torch.Tensor, stride: int | None) -> dict[str, int]:
-    """Arguments that say where the cache is."""
-    if stride is None:
-        base = memory.add("kv", _base(pool), writable=False)
-        return {"kv": base, "page_stride_bytes": pool.stride(0) * pool.element_size()}
+def _place_source(memory: Memory, prefix: str, source: Source) -> dict[str, float]:
+    """Arguments of a cache and of the lists that select from it."""
+    caches, indices, lengths = tuple(source.caches.values()), source.indices, source.topk_length
+    k_cache, kpe_cache = (*caches, None)[:2]
+    placed = {cache.data_ptr(): memory.add(f"{prefix}{name}", _base(cache), writable=False)
+              for name, cache in source.caches.items()}  # fmt: skip
+    host = pool_addresses(prefix, source.record, k_cache, kpe_cache)
+    of_part = (k_cache if kpe_cache is None else kpe_cache).data_ptr()
+    starts = {f"{prefix}kv": k_cache.data_ptr(), f"{prefix}kv_part": of_part}
+    return {
+        **pool_arguments(prefix, source.record, k_cache, kpe_cache),
+        **{name: placed[starts[name]] + int(address) - starts[name] for name, address in host.items()},
+        f"{prefix}topk": indices.shape[2],
+        f"{prefix}indices": memory.add(f"{prefix}indices", _base(indices), writable=False),
+        f"{prefix}indices_stride_b": indices.stride(0), f"{prefix}indices_stride_s": indices.stride(1),
+        f"{prefix}topk_length":
+            0 if lengths is None else memory.add(f"{prefix}topk_length", lengths.contiguous(), writable=False),
+        f"{prefix}length_stride_b": 0 if lengths is None else lengths.contiguous().stride(0),
+        f"{prefix}length_stride_s": 0 if lengths is None or lengths.dim() == 1 else 1,
+    }  # fmt: skip
+
+
+def _spread_pages(memory: Memory, pool: torch.Tensor, stride: int) -> dict[str, int]:
+    """Arguments of a cache whose pages lie so far apart."""
     base = 1 << 40
     for number, page in enumerate(pool):
         memory.add(f"page {number}", page.contiguous(), writable=False, address=base + number * stride)
@@ -192,10 +208,10 @@ def _strides(name: str, tensor: torch.Tensor) -> dict[str, int]:
     return {f"{name}_stride_{axis}": tensor.stride(n) for n, axis in enumerate("bsh")}
 
 
-def problem(case: DecodeCase, fmt: str, found: Run) -> str:
+def problem(case: DecodeCase, fmt: str, found: Run, extra: str | None = None) -> str:
     """What is wrong with the results, empty when nothing is."""
     record = kv_format(fmt)
-    want = reference_of(case, fmt, found.out.shape[2])
+    want = reference_of(case, fmt, found.out.shape[2], extra)
     rows = case.batch * case.s_q
     out, lse = found.out.reshape(rows, -1, record.d_v), found.lse.reshape(rows, -1)
     gates = gates_for(case.values, want.peak)

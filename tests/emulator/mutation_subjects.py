@@ -19,7 +19,7 @@ from topk_rows import Scores
 
 from dsagen.arch import arch as arch_row
 from dsagen.check.cache import allocate_cache
-from dsagen.check.cases import DecodeCase, Values
+from dsagen.check.cases import DecodeCase, ExtraCase, Values
 from dsagen.errors import EmulatorError
 from dsagen.families.kv_cache.reference import convert_reference, read_reference, write_reference
 from dsagen.families.topk.family import COUNT, SELECT, split_variants
@@ -73,6 +73,12 @@ def _sizes(variant: Variant) -> list[int]:
     return [-int(value) if name == "threads" else int(value) for name, value in variant.axes if name in _SIZES]
 
 
+def of_its_kind(slug: str) -> list[str]:
+    """The kernels with the same body, on all archs, this one among them."""
+    kinds = {name: (variant.family, variant.kernel, variant.body) for name, variant in variants().items()}
+    return sorted(name for name, kind in kinds.items() if kind == kinds[slug])
+
+
 @cache
 def kernel_of(slug: str) -> Kernel:
     """A kernel as the build compiles it."""
@@ -97,6 +103,7 @@ def outcome(kernel: Kernel, attempts: tuple[Attempt, ...] = ATTEMPTS) -> str:
 
 # Long enough that every ring goes round; ids of all kinds, and a last tile in which few warps have a token.
 _CASE = DecodeCase("mutants", batch=1, s_q=1, kv_tokens=500, topk=458, page_size=61, wild_ids=True)
+_EXTRA = ExtraCase(kv_tokens=300, topk=150, page_size=13)
 # Logits that rise every 64 columns, so that the reference of the softmax does too, for the last time in that tile.
 # And logits so far apart that it rises for some heads only.
 _CASES = (replace(_CASE, values=Values.RAMP_UP), _CASE, replace(_CASE, values=Values.HUGE))
@@ -105,11 +112,15 @@ _CASES = (replace(_CASE, values=Values.RAMP_UP), _CASE, replace(_CASE, values=Va
 def _run_main(kernel: Kernel, attempt: Attempt) -> str:
     variant = kernel.plan.variant
     case, fmt, heads = _CASES[attempt.seed % len(_CASES)], str(variant.axis("kv")), variant.axis_int("n")
+    extra = str(dict(variant.axes)["xkv"]) if "xkv" in dict(variant.axes) else None
+    if extra is not None:
+        case = replace(case, extra=_EXTRA)
     splits = 1 + attempt.seed % 3 // 2
     found = decode.run(
-        case, fmt, heads, variant.arch, splits, attempt.seed, main=kernel, schedule=attempt.schedule
+        case, fmt, heads, variant.arch, splits, attempt.seed,
+        main=kernel, schedule=attempt.schedule, extra=extra,
     )  # fmt: skip
-    return decode.problem(case, fmt, found)
+    return decode.problem(case, fmt, found, extra)
 
 
 def _run_combine(kernel: Kernel, attempt: Attempt) -> str:
@@ -132,7 +143,7 @@ def _run_select(kernel: Kernel, attempt: Attempt) -> str:
     )  # fmt: skip
     if resident:
         # Rows of two batches, and blocks that take several.
-        wide = 25_001 if score == "fp32" else 50_001
+        wide = 24_001 if score == "fp32" else 48_001
         calls = tuple(replace(call, ctas=1 + n % 2) for n, call in enumerate(calls))
         calls = (*calls[:3], replace(calls[3], width=wide), calls[4], replace(calls[5], width=wide))
     call = topk.make_call(calls[attempt.seed % len(calls)], score)

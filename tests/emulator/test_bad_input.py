@@ -10,6 +10,7 @@ import sys
 import threading
 from pathlib import Path
 
+import cache_rows
 import numpy as np
 import pytest
 from micro import kernel, launch
@@ -174,6 +175,37 @@ def test_mutated_text_gives_errors_and_no_crash(seed: int) -> None:
         except EmulatorError as error:
             assert str(error)
     assert ran > 0
+    assert works()
+
+
+def damaged(text: str, dice: random.Random) -> str:
+    """One bit flipped, some bytes lost, or the end."""
+    at = dice.randrange(len(text))
+    match dice.randrange(4):
+        case 0:
+            return text[:at]
+        case 1:
+            return text[:at] + text[at + dice.randrange(1, 200) :]
+        case _:
+            return text[:at] + chr(ord(text[at]) ^ 1 << dice.randrange(7)) + text[at + 1 :]
+
+
+@pytest.mark.compile
+def test_damage_to_what_nvcc_wrote_gives_errors_and_no_crash() -> None:
+    whole, dice = cache_rows.kernel("read", "sm_90a", kv="v32"), random.Random(5)
+    plan, outcomes = whole.plan, set()
+    memory = Memory()
+    address = memory.add("memory", np.zeros(1 << 16, np.uint8))
+    params = struct.pack("<Q", address) * (plan.params_bytes // 8)
+    for _ in range(60):
+        text = damaged(whole.ptx, dice)
+        try:
+            coverage(text)
+            emulator.launch(text, plan.symbol, 1, plan.threads, params, plan.smem_bytes, memory, instruction_limit=5000)
+            outcomes.add("ran")
+        except EmulatorError as error:
+            outcomes.add("parsed" if "thread" in str(error) else "refused")
+    assert outcomes >= {"parsed", "refused"}
     assert works()
 
 
