@@ -10,7 +10,13 @@ import torch
 from dsagen.check.cache import ScaleRule, allocate_cache, natural_rule, quantise_rows, write_tokens
 from dsagen.check.compare import Gates, compare_decode
 from dsagen.families.sparse_decode import reference
-from dsagen.families.sparse_decode.reference import CacheBytes, combine_reference, read_tokens, sparse_decode_reference
+from dsagen.families.sparse_decode.reference import (
+    CacheBytes,
+    Source,
+    combine_reference,
+    read_tokens,
+    sparse_decode_reference,
+)
 from dsagen.kv_format import KV_FORMATS, kv_format
 
 VECTORS = Path(__file__).parents[1] / "vectors"
@@ -136,15 +142,27 @@ def scalar_value(record, caches, images, token, dim):
     )
 
 
+EXTRA_FORMATS = {
+    "v4": "v4",
+    "v41_page_split": "v41_fp4_page_split",
+    "v41_interleaved": "v41_fp4_interleaved",
+}
+
+
 def golden_decode(name, format_id, **options):
     data, record = load(name), kv_format(format_id)
     cache = pool_as_cache(record, data["pool"], data["page_size"])
     q, indices = bf16(data["q_bf16"]), torch.from_numpy(data["indices"])
     if q.ndim == 3:
         q, indices = q.unsqueeze(1), indices.unsqueeze(1)
-    for key, name in (("attn_sink", "attn_sink"), ("topk_length", "topk_length")):
+    for key in ("attn_sink", "topk_length"):
         if key in data:
-            options.setdefault(name, torch.from_numpy(data[key]))
+            options.setdefault(key, torch.from_numpy(data[key]))
+    if "extra_pool" in data:
+        other = kv_format(EXTRA_FORMATS[format_id])
+        lengths = torch.from_numpy(data["extra_topk_length"]) if "extra_topk_length" in data else None
+        pool = pool_as_cache(other, data["extra_pool"], data["extra_page_size"])
+        options["extra"] = Source(other, pool, torch.from_numpy(data["extra_indices"]), lengths)
     result = sparse_decode_reference(q, record, cache, indices, sm_scale=float(data["sm_scale"]), **options)
     return data, result
 
@@ -155,6 +173,9 @@ def golden_decode(name, format_id, **options):
         ("decode_v32_p2", "v32"),
         ("decode_v32_arbitrary_scales", "v32"),
         ("decode_norope_allinvalid", "v32_nope"),
+        ("decode_v4_extra", "v4"),
+        ("decode_v41_blocksplit_fp4", "v41_page_split"),
+        ("decode_v41_interleaved_fp4", "v41_interleaved"),
     ],
 )
 def test_reference_agrees_with_golden_decode(name, format_id):
