@@ -8,10 +8,10 @@ expected to be non-negative.
 from __future__ import annotations
 
 import ast
-import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from types import CodeType
 from typing import Literal
 
 from dsagen.errors import GuardError
@@ -21,21 +21,13 @@ Value = int | bool
 
 # Above this a number is told by its length.
 _MOST_BITS = 256
-_BINARY: dict[type[ast.operator], tuple[Callable[[int, int], int], str]] = {
-    ast.Add: (operator.add, "+"),
-    ast.Sub: (operator.sub, "-"),
-    ast.Mult: (operator.mul, "*"),
-    ast.FloorDiv: (operator.floordiv, "/"),
-    ast.Mod: (operator.mod, "%"),
-}
-_COMPARE: dict[type[ast.cmpop], tuple[Callable[[int, int], bool], str]] = {
-    ast.Lt: (operator.lt, "<"),
-    ast.LtE: (operator.le, "<="),
-    ast.Gt: (operator.gt, ">"),
-    ast.GtE: (operator.ge, ">="),
-    ast.Eq: (operator.eq, "=="),
-    ast.NotEq: (operator.ne, "!="),
-}
+# What operators are in C.
+_BINARY: Mapping[type[ast.operator], str] = {
+    ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.FloorDiv: "/", ast.Mod: "%",
+}  # fmt: skip
+_COMPARE: Mapping[type[ast.cmpop], str] = {
+    ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!=",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -65,13 +57,25 @@ class Guard:
         return tree
 
     @cached_property
+    def _code(self) -> CodeType:
+        # A call has dozens of guards, so they are not walked. The tree holds nothing but the language of guards.
+        return compile(ast.Expression(self._tree), f"<guard {self.guard_id}>", "eval")
+
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """Names that the expression reads, in order of first use."""
         return tuple(dict.fromkeys(n.id for n in ast.walk(self._tree) if isinstance(n, ast.Name)))
 
+    def __reduce__(self) -> tuple[type[Guard], tuple[str, When, str, str]]:
+        # Without what is derived: code has no other form.
+        return type(self), (self.guard_id, self.when, self.expression, self.message)
+
     def holds(self, values: Mapping[str, Value]) -> bool:
         """Evaluate with the given values; KeyError for a name without one."""
-        return bool(_evaluate(self._tree, values))
+        try:
+            return bool(eval(self._code, {"__builtins__": {}}, values))
+        except NameError as error:
+            raise KeyError(error.name) from None
 
     def failure(self, values: Mapping[str, object]) -> str:
         """The complete message, id included."""
@@ -127,28 +131,6 @@ def failures(guards: Iterable[Guard], values: Mapping[str, Value], **message_onl
     return [g.failure({**values, **message_only}) for g in guards if not g.holds(values)]
 
 
-def _evaluate(node: ast.expr, values: Mapping[str, Value]) -> Value:
-    match node:
-        case ast.Constant(value=int() as value):
-            return value
-        case ast.Name(id=name):
-            return values[name]
-        case ast.UnaryOp(op=ast.Not(), operand=operand):
-            return not _evaluate(operand, values)
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -_evaluate(operand, values)
-        case ast.BinOp(left=left, op=op, right=right):
-            return _BINARY[type(op)][0](_evaluate(left, values), _evaluate(right, values))
-        case ast.BoolOp(op=ast.And(), values=parts):
-            return all(_evaluate(part, values) for part in parts)
-        case ast.BoolOp(op=ast.Or(), values=parts):
-            return any(_evaluate(part, values) for part in parts)
-        case ast.Compare(left=left, ops=ops, comparators=rights):
-            operands = [_evaluate(operand, values) for operand in (left, *rights)]
-            return all(_COMPARE[type(op)][0](a, b) for op, a, b in zip(ops, operands, operands[1:], strict=False))
-    raise ValueError(f"not allowed in a guard: {ast.dump(node)}")
-
-
 def _print_c(node: ast.expr, c_names: Mapping[str, str], guard_id: str) -> str:
     def sub(part: ast.expr) -> str:
         return _print_c(part, c_names, guard_id)
@@ -165,13 +147,13 @@ def _print_c(node: ast.expr, c_names: Mapping[str, str], guard_id: str) -> str:
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return f"-({sub(operand)})"
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
-            return f"({sub(left)} {_BINARY[type(op)][1]} {sub(right)})"
+            return f"({sub(left)} {_BINARY[type(op)]} {sub(right)})"
         case ast.BoolOp(op=op, values=parts):
             joiner = " && " if isinstance(op, ast.And) else " || "
             return "(" + joiner.join(sub(part) for part in parts) + ")"
         case ast.Compare(left=left, ops=ops, comparators=rights) if all(type(op) in _COMPARE for op in ops):
             operands = [sub(operand) for operand in (left, *rights)]
             pairs = zip(operands, ops, operands[1:], strict=False)
-            tests = [f"{a} {_COMPARE[type(op)][1]} {b}" for a, op, b in pairs]
+            tests = [f"{a} {_COMPARE[type(op)]} {b}" for a, op, b in pairs]
             return tests[0] if len(tests) == 1 else "(" + " && ".join(tests) + ")"
     raise ValueError(f"guard {guard_id}: {ast.unparse(node)!r} is outside the guard language")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from dsagen.guard import Guard
@@ -26,7 +27,7 @@ class Variant:
     arch: str
     axes: tuple[tuple[str, str | int], ...]
 
-    @property
+    @cached_property
     def slug(self) -> str:
         """File name, store prefix and (as `dsa_...`) symbol."""
         return make_slug(self.family, self.kernel, self.body, self.arch, self.axes)

@@ -85,7 +85,8 @@ def costs_of(
 
 def issue_cost_us(call: Call, synchronize: Callable[[], Any], calls: int, rounds: int) -> tuple[float, float]:
     """Median and least microseconds to issue a call, over rounds of calls."""
-    for _ in range(3):
+    # Until clocks, caches and the interpreter have settled.
+    for _ in range(calls):
         call()
     measured = []
     for _ in range(rounds):

@@ -16,6 +16,7 @@ from dsagen.arch import arch as arch_row
 from dsagen.build.bundle import is_bundle, read_bundle
 from dsagen.errors import DeviceError, DsagenError, GuardError, SpecError, StoreError
 from dsagen.families.sparse_decode.choice import explain_choice
+from dsagen.families.topk.op import Candidate as TopkCandidate
 from dsagen.families.topk.op import TopkShape, explain_call
 from dsagen.family import family_of_op
 from dsagen.guard import require_int
@@ -144,6 +145,7 @@ class Kernels(CacheOps, DecodeOps, TopkOps):
         # What calls without a plan share.
         self._plans: PlanCache[PlanKey, SparseDecodePlan] = PlanCache()
         self._topk_plans = PlanCache()
+        self._topk_choices: dict[tuple[int, TopkShape], TopkCandidate] = {}
         self._lock = threading.RLock()
         self._default = self._driver.current_device() if device is None else self._ordinal(device)
         self._loader.fetch(self._on(self._default).plans)

@@ -38,6 +38,10 @@ if TYPE_CHECKING:
     from dsagen.runtime.device_kernels import DeviceKernels
 
 
+# Shapes remembered; a serving process has a handful.
+_MAX_CHOICES = 256
+
+
 class TopkOps(ABC):
     """topk, its plans and what tells of them, over what `Kernels` provides."""
 
@@ -50,6 +54,8 @@ class TopkOps(ABC):
     _checks_values: bool
     # What calls without a plan share, by rows, width, k, device and stream.
     _topk_plans: PlanCache[tuple[int, int, int, int, int], TopkPlan]
+    # What `choose` has said, by device and shape.
+    _topk_choices: dict[tuple[int, TopkShape], Candidate]
     _lock: threading.RLock
 
     @abstractmethod
@@ -243,9 +249,15 @@ class TopkOps(ABC):
         return TopkShape(*sizes, self.spec.selected_topk, most_lead(self.spec.scores))
 
     def _choose_topk(self, ordinal: int, shape: TopkShape) -> Candidate:
-        on = self._on(ordinal)
-        plans = {role: plans for (op, role), plans in on.by_role.items() if op == OP}
-        return choose(plans, shape, on.facts.sm_count)
+        found = self._topk_choices.get((ordinal, shape))
+        if found is None:
+            on = self._on(ordinal)
+            plans = {role: plans for (op, role), plans in on.by_role.items() if op == OP}
+            found = choose(plans, shape, on.facts.sm_count)
+            if len(self._topk_choices) >= _MAX_CHOICES:
+                self._topk_choices.clear()
+            self._topk_choices[ordinal, shape] = found
+        return found
 
     def _shared_topk_plan(self, shape: tuple[int, int, int], ordinal: int, stream: int) -> TopkPlan:
         key = (*shape, ordinal, stream)

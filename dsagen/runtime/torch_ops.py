@@ -49,6 +49,9 @@ SCHEMAS = {
 }
 
 
+# Parameters are written out: torch calls by position, and gathering them into mappings would cost each call.
+
+
 def _sparse_decode(
     q: Tensor,
     k_cache: Tensor,
@@ -58,55 +61,114 @@ def _sparse_decode(
     attn_sink: Tensor | None = None,
     softmax_scale: float | None = None,
     num_splits: int | None = None,
-    *rest: Tensor | None,
-    **named: Tensor | None,
+    extra_k_cache: Tensor | None = None,
+    extra_indices: Tensor | None = None,
+    extra_topk_length: Tensor | None = None,
+    kpe_cache: Tensor | None = None,
+    extra_kpe_cache: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    others = _named(_DECODE_OTHERS, rest, named)
-    tensors = DecodeTensors(q, k_cache, indices, topk_length, attn_sink, **others)
+    others = (kpe_cache, extra_k_cache, extra_indices, extra_topk_length, extra_kpe_cache)
+    tensors = DecodeTensors(q, k_cache, indices, topk_length, attn_sink, out, lse, *others)
     return find(kernels).decode_with_shared_plan(tensors, softmax_scale, num_splits)
 
 
-def _sparse_decode_out(
-    q: Tensor,
-    k_cache: Tensor,
-    indices: Tensor,
+def _topk(
+    scores: Tensor,
     kernels: str,
-    topk_length: Tensor | None = None,
-    attn_sink: Tensor | None = None,
-    softmax_scale: float | None = None,
-    num_splits: int | None = None,
-    *rest: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    **named: Tensor | None,
+    k: int,
+    lengths: Tensor | None = None,
+    starts: Tensor | None = None,
+    page_table: Tensor | None = None,
+    page_size: int | None = None,
+    table_of_row: Tensor | None = None,
+    table_starts: Tensor | None = None,
+    candidate_blocks: Tensor | None = None,
+    offsets: Tensor | None = None,
+    drop_neg_inf: bool = False,
+    determinism: str = "set",
+    *,
+    out: Tensor | None = None,
+    raw: Tensor | None = None,
+    counts: Tensor | None = None,
+) -> Tensor:
+    return find(kernels).topk(
+        scores,
+        k=k,
+        lengths=lengths,
+        starts=starts,
+        page_table=page_table,
+        page_size=page_size,
+        table_of_row=table_of_row,
+        table_starts=table_starts,
+        candidate_blocks=candidate_blocks,
+        offsets=offsets,
+        drop_neg_inf=drop_neg_inf,
+        determinism=determinism,
+        out=out,
+        raw=raw,
+        counts=counts,
+    )
+
+
+def _kv_write(
+    rows: Tensor,
+    k_cache: Tensor,
+    slots: Tensor,
+    kernels: str,
+    k_pe: Tensor | None = None,
+    kpe_cache: Tensor | None = None,
+    extra: bool = False,
 ) -> None:
-    others = _named(_DECODE_OTHERS, rest, named)
-    tensors = DecodeTensors(q, k_cache, indices, topk_length, attn_sink, out, lse, **others)
-    find(kernels).decode_with_shared_plan(tensors, softmax_scale, num_splits)
+    find(kernels).kv_write(rows, k_cache, slots, k_pe=k_pe, kpe_cache=kpe_cache, extra=extra)
 
 
-def _topk(scores: Tensor, kernels: str, k: int, *rest: Any, **named: Any) -> Tensor:
-    return find(kernels).topk(scores, k=k, **_named(_TOPK_NAMES, rest, named))
+def _kv_read(
+    k_cache: Tensor,
+    kernels: str,
+    slots: Tensor | None = None,
+    block_table: Tensor | None = None,
+    row_starts: Tensor | None = None,
+    token_starts: Tensor | None = None,
+    rows: int | None = None,
+    kpe_cache: Tensor | None = None,
+    extra: bool = False,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    return find(kernels).kv_read(
+        k_cache,
+        slots=slots,
+        block_table=block_table,
+        row_starts=row_starts,
+        token_starts=token_starts,
+        rows=rows,
+        kpe_cache=kpe_cache,
+        extra=extra,
+        out=out,
+    )
 
 
-def _topk_out(scores: Tensor, kernels: str, k: int, *rest: Any, **named: Any) -> None:
-    find(kernels).topk(scores, k=k, **_named(_TOPK_NAMES, rest, named))
+def _kv_convert(
+    source: Tensor,
+    target: Tensor,
+    kernels: str,
+    source_slots: Tensor | None = None,
+    target_slots: Tensor | None = None,
+    extra: bool = False,
+) -> None:
+    find(kernels).kv_convert(source, target, source_slots=source_slots, target_slots=target_slots, extra=extra)
 
 
-def _kv_write(rows: Tensor, k_cache: Tensor, slots: Tensor, kernels: str, *rest: Any, **named: Any) -> None:
-    find(kernels).kv_write(rows, k_cache, slots, **_named(("k_pe", "kpe_cache", "extra"), rest, named))
+def _into(op: Callable[..., Any]) -> Callable[..., None]:
+    """The op's out variant, which returns nothing."""
 
+    def run(*values: Any, **named: Any) -> None:
+        op(*values, **named)
 
-def _kv_read(k_cache: Tensor, kernels: str, *rest: Any, **named: Any) -> Tensor:
-    return find(kernels).kv_read(k_cache, **_named(_READ_NAMES, rest, named))
-
-
-def _kv_read_out(k_cache: Tensor, kernels: str, *rest: Any, **named: Any) -> None:
-    find(kernels).kv_read(k_cache, **_named(_READ_NAMES, rest, named))
-
-
-def _kv_convert(source: Tensor, target: Tensor, kernels: str, *rest: Any, **named: Any) -> None:
-    find(kernels).kv_convert(source, target, **_named(("source_slots", "target_slots", "extra"), rest, named))
+    return run
 
 
 def _parameters(schema: str) -> tuple[str, ...]:
@@ -114,8 +176,7 @@ def _parameters(schema: str) -> tuple[str, ...]:
     return tuple(part.rpartition(" ")[2].partition("=")[0] for part in schema.split(", ") if "=" in part)
 
 
-_TOPK_NAMES, _READ_NAMES = _parameters(_TOPK), _parameters(_READ)
-_DECODE_OTHERS = _parameters(_DECODE_OPTIONS)[4:]
+_READ_NAMES = _parameters(_READ)
 
 
 def _named(names: tuple[str, ...], rest: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
@@ -160,12 +221,12 @@ def _fake_nothing(*values: Any, **named: Any) -> None:
 
 _OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "sparse_decode": (_sparse_decode, _fake_sparse_decode),
-    "sparse_decode_out": (_sparse_decode_out, _fake_nothing),
+    "sparse_decode_out": (_into(_sparse_decode), _fake_nothing),
     "topk": (_topk, _fake_topk),
-    "topk_out": (_topk_out, _fake_nothing),
+    "topk_out": (_into(_topk), _fake_nothing),
     "kv_write": (_kv_write, _fake_nothing),
     "kv_read": (_kv_read, _fake_kv_read),
-    "kv_read_out": (_kv_read_out, _fake_nothing),
+    "kv_read_out": (_into(_kv_read), _fake_nothing),
     "kv_convert": (_kv_convert, _fake_nothing),
 }
 
