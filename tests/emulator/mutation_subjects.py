@@ -103,7 +103,7 @@ def outcome(kernel: Kernel, attempts: tuple[Attempt, ...] = ATTEMPTS) -> str:
 
 # Long enough that every ring goes round; ids of all kinds, and a last tile in which few warps have a token.
 _CASE = DecodeCase("mutants", batch=1, s_q=1, kv_tokens=500, topk=458, page_size=61, wild_ids=True)
-_EXTRA = ExtraCase(kv_tokens=300, topk=150, page_size=13)
+_EXTRA = ExtraCase(kv_tokens=300, topk=394, page_size=13)
 # Logits that rise every 64 columns, so that the reference of the softmax does too, for the last time in that tile.
 # And logits so far apart that it rises for some heads only.
 _CASES = (replace(_CASE, values=Values.RAMP_UP), _CASE, replace(_CASE, values=Values.HUGE))
