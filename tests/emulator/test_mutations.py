@@ -103,6 +103,12 @@ EQUIVALENTS = (
     ),
     Equivalent(
         "topk-main-row_resident-sm_80-*", ("removed", "with a group more"),
+        ("const Guess guess = ", "row.await_all();"),
+        "the wait for the last group follows at once",
+        copies=(0,),
+    ),
+    Equivalent(
+        "topk-main-row_resident-sm_80-*", ("removed", "with a group more"),
         ("sweeps.collect(lowest, list);", "row.await(batch++);"),
         "a row neither sampled nor counted before is no longer than the list has room: less than the first batch",
         copies=(1,),
