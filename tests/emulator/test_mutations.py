@@ -49,17 +49,17 @@ EQUIVALENTS = (
         "the lane that issues bulk copies executes fence.proxy.async after the barrier that follows the initialisation",
     ),
     Equivalent(
-        "sparse_decode-main-mma_sync-sm_90a-*", ("relaxed",), ("RowCopy::start(", "ptx::mbarrier_arrive(landed);"),
+        "sparse_decode-main-mma_sync-sm_90a-*", ("relaxed",), ("Copy::start(", "ptx::mbarrier_arrive(landed);"),
         "the lane that issues the copies arrives with release, too, after the warp's barrier",
     ),
     Equivalent(
         "sparse_decode-main-mma_sync-sm_90a-*", ("relaxed",),
-        ("RowCopy::start(", "ptx::mbarrier_arrive_expect(landed, "),
+        ("Copy::start(", "ptx::mbarrier_arrive_expect(landed, "),
         "every lane releases what it stored by an arrival of its own",
     ),
     Equivalent(
         _MAIN, ("removed", "relaxed"),
-        ("accumulate(slot, parity, buffer);", "ptx::mbarrier_wait(ptx::shared_address(&shared.landed[slot]), parity);"),
+        ("accumulate<E>(slot, parity, buffer);", "ptx::mbarrier_wait(ptx::shared_address(&shared.landed[slot]), "),
         "score threads await the same rows before they arrive at `filled`, for which the value warps wait; a bulk "
         "copy's completion carries its proxy fence, so that knowing of it through others is enough",
     ),
@@ -75,7 +75,7 @@ EQUIVALENTS = (
     ),
     Equivalent(
         "sparse_decode-main-mma_sync-sm_80-*", ("removed",),
-        ("RowCopy::start(", "ptx::warp_sync();"),
+        ("Copy::start(", "ptx::warp_sync();"),
         "of the producer's lanes only lane 0 stores, which then arrives itself; all lanes' copies arrive on their own",
     ),
     Equivalent(
@@ -103,8 +103,14 @@ EQUIVALENTS = (
     ),
     Equivalent(
         "topk-main-row_resident-sm_80-*", ("removed", "with a group more"),
-        ("sweeps.collect(bounds, list);", "row.await(batch++);"),
-        "a row of which no digit is counted is no longer than the list has room, which is less than the first batch",
+        ("const Guess guess = ", "row.await_all();"),
+        "the wait for the last group follows at once",
+        copies=(0,),
+    ),
+    Equivalent(
+        "topk-main-row_resident-sm_80-*", ("removed", "with a group more"),
+        ("sweeps.collect(lowest, list);", "row.await(batch++);"),
+        "a row neither sampled nor counted before is no longer than the list has room: less than the first batch",
         copies=(1,),
     ),
     Equivalent(
