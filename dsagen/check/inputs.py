@@ -337,12 +337,16 @@ class _Draw:
                 segments[name][place, :width] = 0x7F if element is E4M3 else 0xFF
 
     def small_float_magnitudes(self, kinds: Tensor, arbitrary: Tensor) -> Tensor:
-        """Scales that e4m3 holds exactly, subnormal ones and the largest among them."""
+        """Scales that e4m3 holds exactly: subnormal ones, large ones of 128 to 448, arbitrary ones.
+
+        None of a kind is much larger than the others, or one token would bear a group's whole value, and its rounded
+        probability the whole error: up to 2^-8, which the gate of a group does not allow for.
+        """
         element = self.record.segment("scales").element
-        table = torch.tensor([element.decode(code) for code in range(1, 0x7F)], device=self.device)
-        any_code = table[self.integers(0, table.numel(), *kinds.shape)]
-        rounded = table[(arbitrary.unsqueeze(2) - table).abs().argmin(2)]
-        return torch.where(kinds == 2, rounded, any_code)
+        table = torch.tensor([element.decode(code) for code in range(0x7F)], device=self.device)
+        subnormal, large = self.integers(1, 8, *kinds.shape), self.integers(0x70, 0x7F, *kinds.shape)
+        rounded = (arbitrary.unsqueeze(2) - table).abs().argmin(2)
+        return table[torch.where(kinds == 0, subnormal, torch.where(kinds == 1, large, rounded))]
 
     # ---- where they lie ---------------------------------------------------------------------------------------------
 
