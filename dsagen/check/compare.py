@@ -19,6 +19,10 @@ _NEGLIGIBLE_GROUP = 0.05
 _LOGIT_ERROR = 4e-6
 
 
+# Scale groups from this width on have a norm that chance hardly makes small.
+_WIDE_GROUP_DIMS = 64
+
+
 @dataclass(frozen=True)
 class Gates:
     """Limits of one comparison. An element passes with an absolute *or* a relative error below its gate.
@@ -144,11 +148,14 @@ def _group_problem(error: Tensor, group_dims: int, gates: Gates) -> str:
 
 
 def _head_problem(error: Tensor, group_dims: int, gates: Gates) -> str:
+    # Tokens may cancel in all dims of a narrow group at once, which leaves less for the same error to be relative to. A
+    # scale of its neighbour in e4m3 is off by 6 % or more.
+    limit = gates.head_error * max(1.0, (_WIDE_GROUP_DIMS / group_dims) ** 0.5)
     worst, where = error.flatten().max(0)
-    if float(worst) <= gates.head_error:
+    if float(worst) <= limit:
         return ""
     row, head, group = _unravel(int(where), error.shape)
-    text = f"relative Frobenius error {float(worst):.3g} > {gates.head_error:.3g}"
+    text = f"relative Frobenius error {float(worst):.3g} > {limit:.3g}"
     return f"row {row}, head {head}, {_dims(group, group_dims)}: {text}"
 
 
