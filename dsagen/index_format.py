@@ -1,12 +1,13 @@
 """Index-key formats as records: which bytes of a page hold which dim of an index key, and where its scale lies.
 
-Index keys have a cache of their own beside the KV cache. A page holds the codes of all its tokens first and their scales
-behind them, so that value `i` of the token at `offset` in `page` is at
+Index keys have a cache of their own beside the KV cache. A page holds the codes of all its tokens first, and their
+scales behind them, so that value `i` of the token at `offset` in `page` is at
 
     page * page_stride_bytes + offset * dim + i
 
-and its scale at `page * page_stride_bytes + page_size * dim + offset * scale_bytes`. The tensor handed over has the shape
-[pages, page_size, 1, dim + scale_bytes], which only counts bytes. Pages may lie further apart than they are long.
+and its scale at `page * page_stride_bytes + page_size * dim + offset * scale_bytes`. The tensor handed over has
+the shape [pages, page_size, 1, dim + scale_bytes], which only counts bytes. Pages may lie further apart than they are
+long.
 """
 
 from __future__ import annotations

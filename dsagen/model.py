@@ -14,7 +14,7 @@ from dsagen.errors import SpecError
 
 @dataclass(frozen=True)
 class IndexPreset:
-    """The lightning indexer of a model: heads, which every rank has all of, dims of a key, and the format of cached keys.
+    """The lightning indexer of a model: heads, all of them on every rank, dims of a key, and the format of its cache.
 
     `keys` None: engines store them in more than one way, so a spec says which.
     """
@@ -65,9 +65,16 @@ _PRESETS = (
     ModelPreset("glm5", "GLM-5", 576, 512, 64, "v32", 2048, sm_scale=256**-0.5, index=_GLM5_INDEX),
     # 2048 selected columns and up to 3 of the incomplete pool, padded to 128 by engines.
     ModelPreset(
-        "glm5_nope", "GLM-5.3-Flash, no rotary dims", 512, 512, 0, "v32_nope", 2176, sm_scale=256**-0.5,
+        "glm5_nope",
+        "GLM-5.3-Flash, no rotary dims",
+        512,
+        512,
+        0,
+        "v32_nope",
+        2176,
+        sm_scale=256**-0.5,
         index=_GLM5_INDEX,
-    ),  # fmt: skip
+    ),
     ModelPreset(CUSTOM, "nothing preset: dims follow the KV format", None, None, None, None, None),
 )
 

@@ -164,8 +164,8 @@ class DeploymentSpec(_Part):
     determinism: Literal["off", "batch_invariant"] = "off"
     scores: Literal["fp32", "bf16"] | None = Field(
         default=None,
-        description="dtype of the scores that indexer_logits gives and topk selects from; None exactly where neither is "
-        "an op",
+        description="dtype of the scores that indexer_logits gives and topk selects from; None exactly where neither "
+        "is an op",
     )
     kv_write: KvWriteSpec | None = Field(
         default=None, description="how kv_cache writes rows; None exactly where kv_cache is no op"

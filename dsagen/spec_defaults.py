@@ -86,7 +86,7 @@ def _complete_index(value: Any, preset: ModelPreset) -> Any:
     full = {**({} if known is None else {"heads": known.heads, "dim": known.dim, "keys": known.keys}), **value}
     for key, example in (("heads", "64"), ("dim", "128"), ("keys", " or ".join(INDEX_FORMATS))):
         if full.get(key) is None:
-            raise problem(("index", key), f"is missing: model {preset.name} does not fix it, write for example {example}")
+            raise problem(("index", key), f"is missing: model {preset.name} has none, for example {example}")
     return full
 
 

@@ -112,7 +112,6 @@ def _describe(detail: ErrorDetails, model: type[BaseModel]) -> Problem:
         return raised.problem
     if kind == "extra_forbidden":
         return Problem(path, _unknown_key(str(path[-1]), _fields_at(path[:-1], model)))
-    last = path[-1] if path else ""
     if kind == "missing":
         return Problem(path, f"is missing{_range(_ranged(path), NOTHING)}")
     if _ranged(path) in _RANGES:

@@ -54,9 +54,9 @@ class Probe(StrEnum):
 
 @dataclass(frozen=True)
 class LogitsCase:
-    """One call. `heads` None: the spec's own. `strided` gives every tensor gaps; `wild` adds table entries without a page.
+    """One call. `heads` None: the spec's own. `pad_bytes` lie behind each page.
 
-    `pad_bytes` lie behind each page.
+    `strided` gives every tensor gaps, `wild` adds table entries that name no page.
     """
 
     op: ClassVar[str] = "indexer_logits"

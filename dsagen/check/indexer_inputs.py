@@ -28,7 +28,7 @@ class LogitsInputs:
     block_table: Tensor
 
     @property
-    def tensors(self) -> tuple[Tensor, ...]:
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """All of them, in the order of the op's arguments."""
         return self.q, self.k_cache, self.weights, self.context_lens, self.block_table
 

@@ -1,4 +1,4 @@
-"""Running one case of the indexer's logits on a device: poisoned scores, the call, and the comparison of every column."""
+"""Running one case of the indexer's logits on a device: poisoned scores, the call, every column compared."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dsagen.spec import DeploymentSpec
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _REPLAYS = 4
-# Errors of fp32 sums over dims and heads, in units of the sum of all magnitudes; a product that kept 13 bits would be 2^-13.
+# Errors of fp32 sums over dims and heads, in units of the sum of all magnitudes; products of 13 bits would have 2^-13.
 _SUM_ERROR = 2.0**-18
 _BF16_ERROR = 2.0**-8
 
@@ -79,7 +79,7 @@ class LogitsRun:
     def call(self, kernels: LogitsKernels, inputs: LogitsInputs, out: Tensor) -> None:
         """Run the op on the current stream."""
         case = self.case
-        options = {"unscored_up_to": case.unscored, "fill_neg_inf": case.fill}
+        options: dict[str, Any] = {"unscored_up_to": case.unscored, "fill_neg_inf": case.fill}
         found = kernels.indexer_logits(*inputs.tensors, out=out, **options)
         if found.data_ptr() != out.data_ptr():
             raise WrongResultError("the op did not return the output that it was given")
@@ -88,8 +88,8 @@ class LogitsRun:
         """WrongResultError for the first score that differs from the reference, or a write outside of the windows."""
         case, index = self.case, kernels.spec.index
         assert index is not None
-        record, options = index_format(index.keys), {"unscored_up_to": case.unscored}
-        want, scored = logits_reference(*inputs.tensors, record, case.width, **options)
+        record = index_format(index.keys)
+        want, scored = logits_reference(*inputs.tensors, record, case.width, unscored_up_to=case.unscored)
         found = outputs.view
         integer = found.view(outputs.whole.dtype)
         outside = ~scored

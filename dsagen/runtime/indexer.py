@@ -155,8 +155,8 @@ def _width(t: LogitsTensors, max_seq_len: int | None) -> int:
         return require_int("max_seq_len", max_seq_len)
     if t.out is None:
         raise GuardError(
-            "[T-21] max_seq_len: missing, and without out nothing tells how wide scores are: pass the longest length of "
-            "the batch, which need not be the model's"
+            "[T-21] max_seq_len: missing, and without out nothing tells how wide scores are: pass the longest length "
+            "of the batch, which need not be the model's"
         )
     return int(t.out.shape[1]) if t.out.dim() == 2 else 0
 

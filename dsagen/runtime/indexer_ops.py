@@ -55,12 +55,12 @@ class IndexerOps(ABC):
         """scores[t, j] = scale_j x sum_h weights[t, h] x relu(q[t, h] . k_j) of cached keys, on the current stream.
 
         - q: e4m3 (or its bytes) [batch, next_n, heads, dim], 1 to 8 tokens a request, last dim contiguous
-        - k_cache: [pages, page_size, 1, dim + 4] bytes of the spec's index-key format: codes of all keys of a page, then
-          their fp32 scales; pages any multiple of 4 bytes apart (of 16 where copies should be wide)
+        - k_cache: [pages, page_size, 1, dim + 4] bytes of the spec's index-key format: codes of all keys of a page,
+          then their fp32 scales; pages any multiple of 4 bytes apart (of 16 where copies should be wide)
         - weights: fp32 [batch x next_n, heads], of either sign, with every scale of q in them
-        - context_lens: int32 [batch, next_n], the keys that each token sees, or [batch], those of a request's last token:
-          the i-th then sees next_n - 1 - i fewer. Any strides. A length is bounded to 0..max_seq_len and to the keys
-          that a table row names; with DSAGEN_CHECK_INDICES a longer one is an error
+        - context_lens: int32 [batch, next_n], the keys that each token sees, or [batch], those of a request's last
+          token: the i-th then sees next_n - 1 - i fewer. Any strides. A length is bounded to 0..max_seq_len and to the
+          keys that a table row names; with DSAGEN_CHECK_INDICES a longer one is an error
         - block_table: int32 [batch, pages]; an entry that names no page of the pool gives its keys -inf, and entries
           behind the longest length are not read
         - max_seq_len: columns of scores, the width of out by default

@@ -1,4 +1,4 @@
-"""Logits of the lightning indexer: a score for each cached key that a query token sees, before top-k selects among them."""
+"""Logits of the lightning indexer: a score for each cached key that a query token sees."""
 
 from dsagen.families.indexer_logits.family import FAMILY
 

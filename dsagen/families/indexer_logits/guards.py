@@ -61,8 +61,8 @@ TILES_GUARD = Guard(
     "IL-07",
     "launch",
     "tiles <= 2147483647",
-    "{tiles} tiles of keys: {units} units of up to {width} keys each exceed 2147483647 tiles: pass fewer requests, or a "
-    "smaller max_seq_len",
+    "{tiles} tiles of keys: {units} units of up to {width} keys each exceed 2147483647 tiles: pass fewer requests, or "
+    "a smaller max_seq_len",
 )
 POOL_GUARDS = (
     Guard(
@@ -75,7 +75,8 @@ POOL_GUARDS = (
         "IL-09",
         "launch",
         "address % 4 == 0 and page_stride_bytes % 4 == 0",
-        "{name}: base address {address:#x} and page stride {page_stride_bytes} B must be multiples of 4 B: pad the pages",
+        "{name}: base address {address:#x} and page stride {page_stride_bytes} B must be multiples of 4 B: pad the "
+        "pages",
     ),
     Guard(
         "IL-10",

@@ -15,7 +15,7 @@ SCORE_BYTES = {"fp32": 4, "bf16": 2}
 
 @dataclass(frozen=True)
 class LogitsShape:
-    """Run-time sizes of a call: `next_n` tokens of each of `batch` requests, up to `width` keys, `heads` index heads."""
+    """Run-time sizes of a call: `next_n` tokens of each of `batch` requests, `width` keys at most, `heads` heads."""
 
     batch: int
     next_n: int

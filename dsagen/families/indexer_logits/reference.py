@@ -24,15 +24,15 @@ def limits_reference(context_lens: Tensor, batch: int, next_n: int, most_keys: i
 
 
 def read_keys(record: IndexFormat, pool: Tensor, dim: int, pages: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """(values fp64 [n, dim], scales fp64 [n]) of tokens by page and offset; `pool` is [pages, page_size, 1, bytes]."""
+    """(values fp64 [n, dim], scales fp64 [n]) of tokens by int64 page and offset in [pages, page_size, 1, bytes]."""
     page_size = pool.shape[1]
     flat = torch.empty(0, dtype=torch.uint8, device=pool.device).set_(pool.untyped_storage())
     stride = pool.stride(0) * pool.element_size()
-    start = pool.storage_offset() * pool.element_size() + pages * stride
+    start: Tensor = pages * stride + int(pool.storage_offset()) * pool.element_size()
     value_at = start + offsets * record.value_byte(dim, 1, 0)
     scale_at = start + record.scale_byte(dim, page_size, 0) + offsets * record.scale.bytes_per_element
-    codes = flat[value_at[:, None] + torch.arange(dim, device=pool.device)]
-    words = flat[scale_at[:, None] + torch.arange(4, device=pool.device)].contiguous()
+    codes = flat[value_at.unsqueeze(1) + torch.arange(dim, device=pool.device)]
+    words = flat[scale_at.unsqueeze(1) + torch.arange(4, device=pool.device)].contiguous()
     return codes.view(torch.float8_e4m3fn).double(), words.view(torch.float32).double().squeeze(1)
 
 
