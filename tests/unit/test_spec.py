@@ -441,7 +441,7 @@ def test_scores_are_fp32_where_topk_reads_them_and_absent_elsewhere():
 
 
 def test_scores_that_nothing_reads_are_an_error():
-    text = "f.yaml:5: scores = 'fp32': nothing reads it: add topk to ops, or leave it out"
+    text = "f.yaml:5: scores = 'fp32': nothing reads it: add topk or indexer_logits to ops, or leave it out"
     assert refusal(BASE_YAML + "scores: fp32\n") == text
     with pytest.raises(SpecError, match="scores = 'bf16': nothing reads it"):
         parse_spec(changed(ops=["topk"], scores="bf16")).replace(ops=["sparse_decode"])
