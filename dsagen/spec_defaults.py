@@ -62,7 +62,8 @@ def complete(data: Mapping[str, Any]) -> dict[str, Any]:
         full.setdefault("scores", DEFAULT_SCORES)
     if isinstance(ops, list | tuple) and CACHE_OP in ops:
         full["kv_write"] = _complete_write(full.get("kv_write", {}), full["kv"], full["extra_kv"])
-    if isinstance(ops, list | tuple) and INDEX_OP in ops:
+    # Where nothing reads it, it is completed too, so that this is what the error says.
+    if (isinstance(ops, list | tuple) and INDEX_OP in ops) or isinstance(full.get("index"), Mapping):
         full["index"] = _complete_index(full.get("index", {}), preset)
     return full
 
