@@ -70,9 +70,8 @@ class ModelIndexer:
         if fill_neg_inf and self.defect != "does not fill":
             out.masked_fill_(behind, -torch.inf)
         if self.defect == "writes past the row":
-            out.as_strided((1,), (1,), out.storage_offset() + out.shape[1] + (out.shape[0] - 1) * out.stride(0)).fill_(
-                0
-            )
+            last = out[-1]
+            last.as_strided((1,), (1,), last.storage_offset() + width).fill_(0)
         return out.clone() if self.defect == "returns another tensor" else out
 
 
