@@ -33,7 +33,8 @@ pytestmark = pytest.mark.compile
 
 SEEDS = 4
 # Repeats, which are equal by construction where the order of warps is; the most splits and rows: one suite runs such.
-SLOW = r"logits\.(repeated|shape\.width5000|window\.many.*)|run\.repeated(\.splits5)?|splits\.300|topk\.repeated\..*|topk\.layout\.rows(1025.*|133\..*)"
+SLOW = r"logits\.(repeated|shape\.width5000|window\.many.*)"
+SLOW += r"|run\.repeated(\.splits5)?|splits\.300|topk\.repeated\..*|topk\.layout\.rows(1025.*|133\..*)"
 
 
 @dataclass(frozen=True)

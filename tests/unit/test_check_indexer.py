@@ -45,7 +45,7 @@ class ModelIndexer:
         if self.defect == "takes one length for all tokens" and context_lens.dim() == 1:
             context_lens = context_lens[:, None].expand(batch, next_n)
         if self.defect == "assumes pages without padding":
-            pages, size, _, columns = k_cache.shape
+            size, _, columns = k_cache.shape[1:]
             k_cache = k_cache.as_strided(k_cache.shape, (size * columns, columns, columns, 1))
         if self.defect == "assumes lengths without strides":
             context_lens = context_lens.as_strided(context_lens.shape, (next_n, 1)[: context_lens.dim()])
@@ -66,7 +66,7 @@ class ModelIndexer:
         behind = torch.arange(width) >= limits.flatten()[:, None]
         if self.defect == "scores past the window":
             scored = scored | (torch.arange(width) == limits.flatten()[:, None])
-        out.copy_(torch.where(scored, scores, out.double()).to(out.dtype))
+        out[scored] = scores[scored].to(out.dtype)
         if fill_neg_inf and self.defect != "does not fill":
             out.masked_fill_(behind, -torch.inf)
         if self.defect == "writes past the row":
@@ -81,7 +81,9 @@ def results_of(cases, defect="", **changes):
 
 
 def cpu_cases():
-    return [case for case in logits_cases("quick", True) if case.probe is not Probe.GRAPH]
+    # Those of many requests and long rows are the same again, and slow where this runs.
+    cases = [case for case in logits_cases("quick", True) if case.probe is not Probe.GRAPH]
+    return [case for case in cases if case.batch < 100 and case.width < 2000]
 
 
 @pytest.mark.parametrize("scores", DTYPES)
