@@ -1,4 +1,4 @@
-"""The indexer's kernels on the emulator: golden data, every arch class and key width, wrong kernels that are noticed."""
+"""The indexer's kernels on the emulator: golden data, every arch class and key width, and wrong ones noticed."""
 
 from __future__ import annotations
 
