@@ -197,8 +197,8 @@ def _run_caches(kernel: Kernel, attempt: Attempt) -> str:
 
 # Rings that go round and units of several tokens; then copies of words, and blocks that find their spans far in.
 _LOGITS_CASES = (
-    LogitsCase("mutants", 2, 3, 1500, page_size=61, pad_bytes=12, lengths=Lengths.PER_REQUEST),
-    LogitsCase("mutants.words", 300, 1, 130, page_size=5, lengths=Lengths.BEYOND, fill=True),
+    LogitsCase("mutants", 2, 3, 900, page_size=61, pad_bytes=12, lengths=Lengths.PER_REQUEST),
+    LogitsCase("mutants.words", 140, 1, 130, page_size=5, lengths=Lengths.BEYOND, fill=True),
 )
 
 
