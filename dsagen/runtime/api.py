@@ -32,6 +32,7 @@ from dsagen.runtime.driver import CudaDriver, Driver
 from dsagen.runtime.emulated import DEVICE as EMULATOR
 from dsagen.runtime.emulated import EmulatorDriver, EmulatorOptions, emulated_arch, read_ptx, require_known_device
 from dsagen.runtime.handles import register
+from dsagen.runtime.indexer import FORM as LOGITS_FORM
 from dsagen.runtime.indexer import OP as LOGITS_OP
 from dsagen.runtime.indexer_ops import IndexerOps
 from dsagen.runtime.kv_cache import FORMS as CACHE_FORMS
@@ -143,6 +144,7 @@ class Kernels(CacheOps, DecodeOps, IndexerOps, TopkOps):
         self._cache_launches = {
             role: OpLaunches(self._driver, form, self._debug_sync) for role, form in CACHE_FORMS.items()
         }
+        self._logits_launches = OpLaunches(self._driver, LOGITS_FORM, self._debug_sync)
         self._devices: dict[int, DeviceKernels] = {}
         # What calls without a plan share.
         self._plans: PlanCache[PlanKey, SparseDecodePlan] = PlanCache()

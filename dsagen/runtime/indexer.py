@@ -20,8 +20,9 @@ from dsagen.families.indexer_logits.guards import (
 from dsagen.families.indexer_logits.op import LogitsShape
 from dsagen.guard import check, require_int
 from dsagen.index_format import index_format
+from dsagen.runtime.blocks import Number
 from dsagen.runtime.driver import Driver
-from dsagen.runtime.launch import Number
+from dsagen.runtime.launch import CallForm
 from dsagen.runtime.tensors import (
     TensorRule,
     require,
@@ -55,6 +56,23 @@ class LogitsTensors(NamedTuple):
         """Name and tensor of those that the call brings."""
         pairs = zip(self._fields, self, strict=True)
         return [(name, tensor) for name, tensor in pairs if tensor is not None or name != "out"]
+
+
+# Scalars of a call are max_seq_len, unscored_up_to and fill_neg_inf as given.
+FORM = CallForm(
+    OP,
+    LogitsTensors._fields,
+    frozenset({"out"}),
+    3,
+    {
+        "q": "q",
+        "k_cache": "k_cache",
+        "weights": "weights",
+        "lens": "context_lens",
+        "block_table": "block_table",
+        "scores": "out",
+    },
+)
 
 
 class LogitsCall(NamedTuple):

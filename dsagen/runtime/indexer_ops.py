@@ -13,7 +13,7 @@ from dsagen.guard import check, require_bool
 from dsagen.runtime.device_kernels import DeviceKernels
 from dsagen.runtime.driver import Driver
 from dsagen.runtime.indexer import OP, LogitsTensors, bind, check_lengths, index_of, make_out, out_arguments
-from dsagen.runtime.launch import ReadyLaunches
+from dsagen.runtime.launch import OpLaunches, Step
 from dsagen.runtime.loader import Loader
 from dsagen.spec import DeploymentSpec
 
@@ -24,7 +24,7 @@ class IndexerOps(ABC):
     spec: DeploymentSpec
     _driver: Driver
     _loader: Loader
-    _launches: ReadyLaunches
+    _logits_launches: OpLaunches
     _checks_values: bool
 
     @abstractmethod
@@ -72,8 +72,11 @@ class IndexerOps(ABC):
         Returns out. Raises GuardError for what does not fit, FrozenError when the kernel would have to be loaded during
         capture or after freeze(), DeviceError when the driver refuses.
         """
-        self._require_op(OP)
         tensors = LogitsTensors(q, k_cache, weights, context_lens, block_table, out)
+        scalars = (max_seq_len, unscored_up_to, fill_neg_inf)
+        if out is not None and not self._checks_values and self._logits_launches.repeat(*tensors, *scalars):
+            return out
+        self._require_op(OP)
         fills = require_bool("fill_neg_inf", fill_neg_inf)
         shape, arguments = bind(tensors, max_seq_len, unscored_up_to, fills, self.spec, self._driver)
         ordinal = self._driver.ordinal(q.device)
@@ -90,7 +93,8 @@ class IndexerOps(ABC):
             shared = {"unit_tokens": part.unit_tokens, "unit_count": part.unit_count, "blocks": part.blocks}
             kernel, stream = self._loader.load(plan, ordinal), self._driver.current_stream(ordinal)
             values = {**arguments, **shared, **out_arguments(result)}
-            self._launches.launch(OP, [kernel], part.blocks, stream, values, (*tensors, result))
+            operands = tensors._replace(out=result)
+            self._logits_launches.launch([Step(kernel, part.blocks)], stream, values, operands, (*operands, *scalars))
         return result
 
     def _explain_logits(self, ordinal: int, batch: int, next_n: int, width: int) -> str:

@@ -141,7 +141,7 @@ REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
     ({"context_lens": torch.zeros(3, 2, 1, dtype=torch.int32)}, "[T-05] context_lens: 3 dims"),
     ({"block_table": torch.zeros(2, 3, dtype=torch.int32)}, "[T-06] block_table: shape (2, 3), expected"),
     ({"block_table": torch.zeros(3, 3, dtype=torch.int64)}, "[T-04] block_table: dtype int64"),
-    ({"max_seq_len": None}, "[T-19] max_seq_len: missing, and without out nothing tells how wide scores are"),
+    ({"max_seq_len": None}, "[T-21] max_seq_len: missing, and without out nothing tells how wide scores are"),
     ({"max_seq_len": 40.0}, "[T-12] max_seq_len: expected a whole number"),
     ({"max_seq_len": -1}, "[IL-06] max_seq_len: -1 is outside"),
     ({"max_seq_len": 2**31}, "[IL-06] max_seq_len: 2147483648 is outside"),
