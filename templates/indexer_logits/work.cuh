@@ -73,9 +73,11 @@ struct Span {
     left = end - begin;
     unit = first_tile = tiles = 0;
     if (left == 0) return;
+    if (thread == 0) ptx::store_shared_4(found, units);
     u32 before = 0;
+    // Lengths that someone changes meanwhile give no unit, or another one: never one that there is not.
 #pragma unroll 1
-    for (u32 first = 0; before <= begin; first += kThreads) {
+    for (u32 first = 0; before <= begin && first < units; first += kThreads) {
       const u32 count = first == 0 ? own : tiles_of(first + thread);
       u32 sum;
       const u32 start = before + tile::block_exclusive_sum<static_cast<int>(kThreads)>(count, sums + 128 * (1 + first / kThreads % 2), sum);
@@ -87,8 +89,10 @@ struct Span {
     }
     ptx::block_sync();
     unit = ptx::load_shared_4(found);
-    first_tile = ptx::load_shared_4(found + 4);
-    take();
+    if (unit < units) {
+      first_tile = ptx::load_shared_4(found + 4);
+      take();
+    }
   }
 
   // On to the next unit that has tiles. Whole warps come here.
@@ -97,12 +101,12 @@ struct Span {
     tiles = first_tile = 0;
     if (left == 0) return;
     const u32 lane = static_cast<u32>(ptx::thread_index()) % 32;
-    u32 has;
-    do {
+    u32 has = 0;
+    while (has == 0 && unit < units) {
       has = ptx::ballot(tiles_of(unit + 1 + lane) != 0);
       unit += has == 0 ? 32 : 1 + ptx::highest_bit(has & -has);
-    } while (has == 0);
-    take();
+    }
+    if (has != 0) take();
   }
 
  private:
@@ -111,7 +115,7 @@ struct Span {
   u32 left;  // tiles of the block that are not done
 
   DSA_DEVICE void take() {
-    const u32 rest = tiles_of(unit) - first_tile;
+    const u32 all = tiles_of(unit), rest = all > first_tile ? all - first_tile : 0;
     tiles = rest < left ? rest : left;
   }
 
