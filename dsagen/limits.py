@@ -108,10 +108,11 @@ CALL_RULES: Mapping[str, str] = {
     "T-14": "a tensor's values lie in strided memory as they are: no sparse or nested layout, no freed storage, no "
     "transform of torch around it, no negation that is still to be done",
     "T-15": "topk takes page_table or candidate_blocks, and page_size, table_of_row and table_starts with page_table",
-    "T-16": "explain of topk takes the width of a row",
+    "T-16": "explain of topk and of indexer_logits takes the width of a row",
     "T-17": "a cache op has the tensors that its format and its other arguments ask for: kpe_cache where rotary dims "
     "have their own, k_pe where there are any, slots or a block table, slots of both pools or of neither",
     "T-18": "on the emulator a launch has at most DSAGEN_EMULATOR_MOST_CTAS CTAs",
     "T-19": "the kernels whose handle an op of torch takes are loaded in this process",
     "T-20": "a drop-in module is given only what the ops can honour",
+    "T-21": "indexer_logits takes max_seq_len or out",
 }

@@ -23,10 +23,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from dsagen.arch import ARCHS, Arch, arch
 from dsagen.errors import SpecError
+from dsagen.index_format import INDEX_FORMATS
 from dsagen.kv_format import KV_FAMILIES, KV_FORMATS, KvFormat, extra_cache_problem, kv_format
 from dsagen.kv_rule import COPY, WRITE_RULES, write_rule
 from dsagen.model import MODELS, ModelPreset, model_preset
-from dsagen.spec_defaults import CACHE_OP, NO_EXTRA_CACHE, READ_BY, SCORES_OP, complete
+from dsagen.spec_defaults import CACHE_OP, INDEX_OP, NO_EXTRA_CACHE, READ_BY, SCORES_OPS, complete
 from dsagen.spec_problems import (
     MAX_HEADS,
     MAX_ROW_ELEMENTS,
@@ -51,6 +52,7 @@ __all__ = [
     "DeploymentSpec",
     "DimsSpec",
     "ExtraKvSpec",
+    "IndexSpec",
     "InvalidSpecError",
     "KvSpec",
     "KvWriteSpec",
@@ -70,6 +72,7 @@ NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
 # A format may be written as its family, or as a record id that says the layout or scale too.
 _FORMAT_NAMES: Any = list(dict.fromkeys((*KV_FAMILIES, *KV_FORMATS)))
 
+_INDEX_FORMAT_NAMES: Any = list(INDEX_FORMATS)
 _RULE_NAMES: Any = [COPY, *WRITE_RULES]
 
 Capacity = Annotated[int, Field(ge=1, le=MAX_TOPK)]
@@ -137,6 +140,14 @@ class KvWriteSpec(_Part):
     extra_rule: str | None = Field(default=None, json_schema_extra={"enum": _RULE_NAMES})
 
 
+class IndexSpec(_Part):
+    """The lightning indexer: its heads (8 to 128 in steps of 8), dims of a key, and the format of cached keys."""
+
+    heads: int = Field(ge=8, le=MAX_HEADS, multiple_of=8)
+    dim: Literal[32, 64, 128]
+    keys: str = Field(json_schema_extra={"enum": _INDEX_FORMAT_NAMES})
+
+
 class DeploymentSpec(_Part):
     """One deployment, complete. Build it with `load_spec` or from keywords; both raise SpecError with every problem."""
 
@@ -152,10 +163,15 @@ class DeploymentSpec(_Part):
     lse: LseSpec = LseSpec()
     determinism: Literal["off", "batch_invariant"] = "off"
     scores: Literal["fp32", "bf16"] | None = Field(
-        default=None, description="dtype of the scores that topk selects from; None exactly where topk is no op"
+        default=None,
+        description="dtype of the scores that indexer_logits gives and topk selects from; None exactly where neither "
+        "is an op",
     )
     kv_write: KvWriteSpec | None = Field(
         default=None, description="how kv_cache writes rows; None exactly where kv_cache is no op"
+    )
+    index: IndexSpec | None = Field(
+        default=None, description="the lightning indexer; None exactly where indexer_logits is no op"
     )
 
     def __init__(self, /, **data: Any) -> None:
@@ -186,8 +202,10 @@ class DeploymentSpec(_Part):
     @model_validator(mode="after")
     def _no_contradiction(self) -> Self:
         dims, record = self.dims, self.kv_format
-        if self.scores is not None and SCORES_OP not in self.ops:
-            raise problem(("scores",), f"nothing reads it: add {SCORES_OP} to ops, or leave it out", self.scores)
+        if self.scores is not None and not set(SCORES_OPS) & set(self.ops):
+            ops = " or ".join(SCORES_OPS)
+            raise problem(("scores",), f"nothing reads it: add {ops} to ops, or leave it out", self.scores)
+        self._check_index()
         if dims.d_v > dims.d_qk:
             raise problem(
                 ("dims", "d_v"), f"must not exceed d_qk {dims.d_qk}: V is a part of each scored row", dims.d_v
@@ -200,6 +218,13 @@ class DeploymentSpec(_Part):
                 raise problem(("extra_kv", "format"), f"{refusal}, or extra_kv: none", self.extra_kv.format)
         self._check_writes()
         return self
+
+    def _check_index(self) -> None:
+        if (self.index is None) == (INDEX_OP in self.ops):
+            unread = f"nothing reads it: add {INDEX_OP} to ops, or leave it out"
+            raise problem(("index",), "is empty: leave it out" if self.index is None else unread)
+        if self.index is not None and self.index.keys not in INDEX_FORMATS:
+            raise problem(("index", "keys"), "is no index-key format", self.index.keys, choices=INDEX_FORMATS)
 
     def _check_writes(self) -> None:
         write, extra = self.kv_write, self.extra_kv
@@ -281,7 +306,7 @@ class DeploymentSpec(_Part):
 
     def only(self, op: str) -> DeploymentSpec:
         """A copy that declares one op, without what only others read."""
-        kept = {key: value for key, value in self.to_mapping().items() if READ_BY.get(key, op) == op}
+        kept = {key: value for key, value in self.to_mapping().items() if op in READ_BY.get(key, (op,))}
         return DeploymentSpec(**{**kept, "ops": [op]})
 
 
@@ -312,7 +337,7 @@ def parse_spec(text: str, label: str = "<spec>") -> DeploymentSpec:
 def json_schema() -> dict[str, Any]:
     """JSON schema of a spec as users write it: what presets fill is optional."""
     schema = DeploymentSpec.model_json_schema()
-    for part in ("KvSpec", "ExtraKvSpec", "KvWriteSpec"):
+    for part in ("KvSpec", "ExtraKvSpec", "KvWriteSpec", "IndexSpec"):
         schema["$defs"][part].pop("required")
     schema["$defs"]["DimsSpec"].pop("required")
     schema["required"] = ["model", "heads", "archs", "ops"]

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dsagen.errors import SpecError
+from dsagen.index_format import INDEX_FORMATS
 from dsagen.kv_format import (
     KV_FAMILIES,
     KV_FORMATS,
@@ -23,14 +24,16 @@ from dsagen.model import MODELS, ModelPreset, model_preset
 from dsagen.spec_problems import MAX_HEADS, problem
 
 NO_EXTRA_CACHE = "none"
-# The op that reads `scores`, and what it reads unless told otherwise.
-SCORES_OP = "topk"
+# The ops that read `scores`, and what it is unless told otherwise.
+SCORES_OPS = ("topk", "indexer_logits")
 DEFAULT_SCORES = "fp32"
 # The op that reads `kv_write`, and the rows that it writes unless told otherwise.
 CACHE_OP = "kv_cache"
 DEFAULT_ROWS = "bf16"
-# Keys that are there exactly where one op is.
-READ_BY: Mapping[str, str] = {"scores": SCORES_OP, "kv_write": CACHE_OP}
+# The op that reads `index`.
+INDEX_OP = "indexer_logits"
+# Keys that are there exactly where one of some ops is.
+READ_BY: Mapping[str, tuple[str, ...]] = {"scores": SCORES_OPS, "kv_write": (CACHE_OP,), "index": (INDEX_OP,)}
 
 
 def complete(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -55,10 +58,13 @@ def complete(data: Mapping[str, Any]) -> dict[str, Any]:
             raise problem(("topk",), f"is missing: model {preset.name} has no default capacity, for example 2048")
         full["topk"] = preset.topk
     ops = full.get("ops")
-    if isinstance(ops, list | tuple) and SCORES_OP in ops:
+    if isinstance(ops, list | tuple) and any(op in ops for op in SCORES_OPS):
         full.setdefault("scores", DEFAULT_SCORES)
     if isinstance(ops, list | tuple) and CACHE_OP in ops:
         full["kv_write"] = _complete_write(full.get("kv_write", {}), full["kv"], full["extra_kv"])
+    # Where nothing reads it, it is completed too, so that this is what the error says.
+    if (isinstance(ops, list | tuple) and INDEX_OP in ops) or isinstance(full.get("index"), Mapping):
+        full["index"] = _complete_index(full.get("index", {}), preset)
     return full
 
 
@@ -71,6 +77,18 @@ def _complete_write(value: Any, kv: Any, extra_kv: Any) -> Any:
         if isinstance(cache, Mapping) and cache.get("format") in KV_FORMATS:
             rules[key] = default_rule(kv_format(cache["format"]))
     return {"rows": DEFAULT_ROWS, **rules, **value}
+
+
+def _complete_index(value: Any, preset: ModelPreset) -> Any:
+    """The indexer: declared, or the preset's, whose key format may be left to the spec."""
+    if not isinstance(value, Mapping):
+        return value
+    known = preset.index
+    full = {**({} if known is None else {"heads": known.heads, "dim": known.dim, "keys": known.keys}), **value}
+    for key, example in (("heads", "64"), ("dim", "128"), ("keys", " or ".join(INDEX_FORMATS))):
+        if full.get(key) is None:
+            raise problem(("index", key), f"is missing: model {preset.name} has none, for example {example}")
+    return full
 
 
 def _preset(data: Mapping[str, Any]) -> ModelPreset:

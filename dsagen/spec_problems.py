@@ -31,9 +31,10 @@ class _Nothing:
 
 NOTHING = _Nothing()  # no value was written at the key
 
-# Bounds by the last word of the key path, with what the number counts.
+# Bounds by the key path, or by its last word, with what the number counts.
 _RANGES: Mapping[str, tuple[int, int, str]] = {
     "heads": (1, MAX_HEADS, "query heads on this rank"),
+    "index.heads": (8, MAX_HEADS, "index heads, in steps of 8"),
     "topk": (1, MAX_TOPK, "columns of the index row"),
     "d_qk": (1, MAX_ROW_ELEMENTS, "elements of a scored row"),
     "d_v": (1, MAX_ROW_ELEMENTS, "elements of a summed row"),
@@ -111,11 +112,10 @@ def _describe(detail: ErrorDetails, model: type[BaseModel]) -> Problem:
         return raised.problem
     if kind == "extra_forbidden":
         return Problem(path, _unknown_key(str(path[-1]), _fields_at(path[:-1], model)))
-    last = path[-1] if path else ""
     if kind == "missing":
-        return Problem(path, f"is missing{_range(str(last), NOTHING)}")
-    if last in _RANGES:
-        return Problem(path, f"is not allowed{_range(str(last), value)}", value)
+        return Problem(path, f"is missing{_range(_ranged(path), NOTHING)}")
+    if _ranged(path) in _RANGES:
+        return Problem(path, f"is not allowed{_range(_ranged(path), value)}", value)
     if kind == "literal_error":
         return Problem(path, f"is not allowed: must be {context['expected']}{_near_literal(value, context)}", value)
     if kind in ("model_type", "model_attributes_type", "dict_type"):
@@ -138,6 +138,12 @@ def _allowed(value: Any, choices: tuple[str, ...]) -> str:
         return ""
     near = difflib.get_close_matches(str(value).lower(), choices, n=1, cutoff=0.5)
     return f"{f' (did you mean {near[0]}?)' if near else ''}: allowed are {', '.join(choices)}"
+
+
+def _ranged(path: KeyPath) -> str:
+    """The name under which a key's bounds are held, if it has any."""
+    whole = dotted(path)
+    return whole if whole in _RANGES or not path else str(path[-1])
 
 
 def _range(key: str, value: Any) -> str:

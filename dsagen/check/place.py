@@ -15,6 +15,9 @@ from dsagen.arch import arch_for_capability
 from dsagen.check.cases import REPEATS as DECODE_REPEATS
 from dsagen.check.cases import DecodeCase
 from dsagen.check.cases import Probe as DecodeProbe
+from dsagen.check.indexer_cases import REPEATS as LOGITS_REPEATS
+from dsagen.check.indexer_cases import LogitsCase
+from dsagen.check.indexer_cases import Probe as LogitsProbe
 from dsagen.check.kv_cases import REPEATS as KV_REPEATS
 from dsagen.check.kv_cases import KvCase
 from dsagen.check.kv_cases import Probe as KvProbe
@@ -22,16 +25,18 @@ from dsagen.check.topk_cases import FAR_OUT_ELEMENTS, FAR_ROW_ELEMENTS, TopkCase
 from dsagen.check.topk_cases import REPEATS as TOPK_REPEATS
 from dsagen.check.topk_cases import Probe as TopkProbe
 from dsagen.emulator import DEVICE
+from dsagen.index_format import index_format
 from dsagen.matrix import expand
 from dsagen.runtime.api import load
 from dsagen.runtime.emulated import EmulatorOptions
 from dsagen.spec import DeploymentSpec
 
-Case = DecodeCase | TopkCase | KvCase
+Case = DecodeCase | TopkCase | KvCase | LogitsCase
 # Sizes at which a case takes about a minute of two cores. Larger ones are for devices.
 MOST_COLUMN_HEADS = 50_000_000
 MOST_SCORES = 50_000_000
 MOST_ROW_DIMS = 50_000_000
+MOST_KEY_HEADS = 20_000_000
 MOST_TENSOR_BYTES = 1 << 30
 _SCORE_BYTES, _BF16_BYTES = 4, 2
 
@@ -81,6 +86,8 @@ def too_large(spec: DeploymentSpec, case: Case) -> str:
         what, size, limit, tensor_bytes = _topk_size(case)
     elif isinstance(case, KvCase):
         what, size, limit, tensor_bytes = _kv_size(spec, case)
+    elif isinstance(case, LogitsCase):
+        what, size, limit, tensor_bytes = _logits_size(spec, case)
     else:
         what, size, limit, tensor_bytes = _decode_size(spec, case)
     if size > limit:
@@ -114,3 +121,12 @@ def _kv_size(spec: DeploymentSpec, case: KvCase) -> tuple[str, int, int, int]:
     assert record is not None, "a case is about a cache that the spec has"
     pool_bytes = case.pages * (case.page_size * record.record_bytes + case.pad_bytes)
     return "dims of rows", case.rows * record.d_qk * calls, MOST_ROW_DIMS, pool_bytes
+
+
+def _logits_size(spec: DeploymentSpec, case: LogitsCase) -> tuple[str, int, int, int]:
+    calls = {LogitsProbe.REPEATED: LOGITS_REPEATS, LogitsProbe.ALONE: 2}.get(case.probe, 1)
+    assert spec.index is not None, "a case of the op is for a spec with an index"
+    record, pages = index_format(spec.index.keys), case.batch * -(-case.width // case.page_size)
+    pool_bytes = pages * (record.page_bytes(spec.index.dim, case.page_size) + case.pad_bytes)
+    heads = case.heads or spec.index.heads
+    return "keys x heads", case.rows * case.width * heads * calls, MOST_KEY_HEADS, pool_bytes

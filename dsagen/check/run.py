@@ -20,6 +20,8 @@ from dsagen import knobs
 from dsagen.arch import arch as arch_row
 from dsagen.check.cases import DecodeCase, Probe, Tier, decode_cases
 from dsagen.check.host import host_proofs
+from dsagen.check.indexer_cases import LogitsCase, logits_cases
+from dsagen.check.indexer_run import LogitsKernels, LogitsRun
 from dsagen.check.kv_cases import Action, KvCase, kv_cases
 from dsagen.check.kv_run import CacheKernels, KvRun
 from dsagen.check.place import Case, cuda_place, emulator_place
@@ -44,6 +46,7 @@ _PLAIN_CASES: Mapping[str, Case] = {
     DecodeCase.op: DecodeCase("", 1, 1, 1, 1, 1),
     TopkCase.op: TopkCase("", 1, 1, 1),
     KvCase.op: KvCase("", Action.READ),
+    LogitsCase.op: LogitsCase(""),
 }
 # What the runtime gives has all ops; a model of one in a test has one.
 Load = Callable[..., Any]
@@ -64,6 +67,8 @@ class KernelCache:
             return self._for_topk()
         if isinstance(case, KvCase):
             return self._for_caches()
+        if isinstance(case, LogitsCase):
+            return self._for_logits(case)
         base, empty = case.lse or (self.spec.lse.base, self.spec.lse.empty)
         determinism = "batch_invariant" if case.probe is Probe.BATCH_INVARIANT else self.spec.determinism
         topk, extra = max(self.spec.topk, case.topk), self.spec.extra_kv
@@ -92,6 +97,18 @@ class KernelCache:
         if key not in self._loaded:
             self._loaded[key] = self.load(self.spec.only(KvCase.op), device=self.device)
         kernels: CacheKernels = self._loaded[key]
+        return kernels
+
+    def _for_logits(self, case: LogitsCase) -> LogitsKernels:
+        """Kernels of the indexer alone, with the case's number of heads."""
+        assert self.spec.index is not None
+        heads = case.heads or self.spec.index.heads
+        key = (heads, LogitsCase.op, "")
+        if key not in self._loaded:
+            spec = self.spec.only(LogitsCase.op)
+            spec = spec.replace(index={**spec.to_mapping()["index"], "heads": heads})
+            self._loaded[key] = self.load(spec, device=self.device)
+        kernels: LogitsKernels = self._loaded[key]
         return kernels
 
 
@@ -178,21 +195,21 @@ def run_cases(
     return tuple(results)
 
 
-_RUNS = {DecodeCase.op: CaseRun, TopkCase.op: TopkRun, KvCase.op: KvRun}
+_RUNS = {DecodeCase.op: CaseRun, TopkCase.op: TopkRun, KvCase.op: KvRun, LogitsCase.op: LogitsRun}
 
 
 def _not_run(case: Case, why: str) -> CaseResult:
     return CaseResult(case.name, "not_run", problem=why, op=case.op)
 
 
-def run_case(run: CaseRun | TopkRun | KvRun) -> tuple[CaseResult, bool]:
+def run_case(run: CaseRun | TopkRun | KvRun | LogitsRun) -> tuple[CaseResult, bool]:
     """(result, whether the device is now unusable)."""
     result, faulted = _run_case(run)
     slugs = tuple(sorted(run.launched)) if isinstance(run, TopkRun) else None
     return replace(result, op=run.case.op, slugs=slugs), faulted
 
 
-def _run_case(run: CaseRun | TopkRun | KvRun) -> tuple[CaseResult, bool]:
+def _run_case(run: CaseRun | TopkRun | KvRun | LogitsRun) -> tuple[CaseResult, bool]:
     name, start = run.case.name, time.perf_counter()
     try:
         if not isinstance(run, CaseRun):
@@ -235,6 +252,9 @@ def cases_of(spec: DeploymentSpec, arch: str, tier: Tier, only: str | None = Non
             cases += topk_cases(tier, offered_modes(Kernels.topk))
         elif op == KvCase.op:
             cases += kv_cases(spec, tier)
+        elif op == LogitsCase.op:
+            # Without a conversion instruction e4m3 codes are shifted into place, and code 0x7F reads as 480.
+            cases += logits_cases(tier, arch_row(arch).has_e4m3_cvt)
         else:
             cases += _decode_cases(spec, main_plan(matrix.plans()), arch, tier)
     if only is None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 @click.option("--batch", type=click.IntRange(min=1), help="Explain a call of this many requests instead.")
 @click.option("--s-q", type=click.IntRange(min=1), default=1, show_default=True, help="Query tokens of a request.")
 @click.option("--topk", type=click.IntRange(min=1), help="Columns of an index row.  [default: the spec's capacity]")
-@click.option("--width", type=click.IntRange(min=0), help="Scores of a row, for topk.")
+@click.option("--width", type=click.IntRange(min=0), help="Scores of a row, for topk and indexer_logits.")
 @click.option("--sms", type=click.IntRange(min=1), help="Multiprocessors.  [default: those of a device measured]")
 @click.option(
     "--html", type=click.Path(path_type=Path), metavar="FILE", help="Write a page with drawings and rooflines."
@@ -61,6 +61,7 @@ def explain(
         selection.matrix.require_complete()
         rows = batch * s_q
         lines = _decode_lines(selection, batch, s_q, topk, sms) + _topk_lines(selection, rows, topk, width, sms)
+        lines += _logits_lines(selection, batch, s_q, width, sms)
         echo_lines(lines + _cache_lines(selection, rows))
         return
     if as_json:
@@ -140,6 +141,25 @@ def _topk_lines(selection: Selection, rows: int, topk: int | None, width: int | 
         lines.append(title)
         if count is not None:
             lines.append(explain_call(_plans_by_kernel(selection, "topk", name), shape, count))
+    return lines
+
+
+def _logits_lines(selection: Selection, batch: int, next_n: int, width: int | None, sms: int | None) -> list[str]:
+    """What a call of the indexer takes on each arch; none where the spec has no such op."""
+    from dsagen.arch import arch
+    from dsagen.families.indexer_logits.op import LogitsShape, explain_call
+
+    index, archs = selection.spec.index, _archs_of(selection, "indexer_logits")
+    if archs and width is None:
+        raise SpecError("explain --batch: what a call of indexer_logits takes depends on its keys: give --width")
+    lines: list[str] = []
+    for name in archs:
+        assert index is not None, "a spec with the op has an index"
+        title, count = _multiprocessors(selection, name, sms)
+        lines.append(title)
+        if count is not None:
+            (plan,) = _main_plans(selection, "indexer_logits", name)
+            lines.append(explain_call(plan, LogitsShape(batch, next_n, width or 0, index.heads), count, arch(name)))
     return lines
 
 

@@ -127,7 +127,10 @@ def describe_spec(spec: DeploymentSpec) -> str:
     extra = f" + {spec.extra_kv.format_id} (topk {spec.extra_kv.topk})" if spec.extra_kv is not None else ""
     mode = "" if spec.determinism == "off" else f", {spec.determinism.replace('_', '-')}"
     scores = f", {spec.scores} scores" if spec.scores is not None else ""
+    index = spec.index
+    indexer = "" if index is None else f", index of {index.heads} heads x {index.dim}, {index.keys} keys"
     write = spec.kv_write
     rules = "" if write is None else " and ".join(filter(None, (write.rule, write.extra_rule)))
     writes = "" if write is None else f", {write.rows} rows by {rules}"
-    return f"{spec.model}, {spec.heads} heads, KV {spec.kv.format_id} (topk {spec.topk}){extra}{mode}{scores}{writes}"
+    caches = f"KV {spec.kv.format_id} (topk {spec.topk}){extra}"
+    return f"{spec.model}, {spec.heads} heads, {caches}{mode}{indexer}{scores}{writes}"

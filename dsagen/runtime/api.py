@@ -32,6 +32,9 @@ from dsagen.runtime.driver import CudaDriver, Driver
 from dsagen.runtime.emulated import DEVICE as EMULATOR
 from dsagen.runtime.emulated import EmulatorDriver, EmulatorOptions, emulated_arch, read_ptx, require_known_device
 from dsagen.runtime.handles import register
+from dsagen.runtime.indexer import FORM as LOGITS_FORM
+from dsagen.runtime.indexer import OP as LOGITS_OP
+from dsagen.runtime.indexer_ops import IndexerOps
 from dsagen.runtime.kv_cache import FORMS as CACHE_FORMS
 from dsagen.runtime.kv_cache import OP as CACHE_OP
 from dsagen.runtime.launch import OpLaunches
@@ -112,7 +115,7 @@ def _load_bundle(
     return Kernels(chosen.spec, device=device, archs=archs or chosen.archs, read=BundledCode.of(bundle, chosen.kernels))
 
 
-class Kernels(CacheOps, DecodeOps, TopkOps):
+class Kernels(CacheOps, DecodeOps, IndexerOps, TopkOps):
     """Kernels of one deployment, made by `dsagen.load`. Safe to use from several threads.
 
     `open_driver` and `read` are what a test replaces: the driver, and where cubins come from.
@@ -141,6 +144,7 @@ class Kernels(CacheOps, DecodeOps, TopkOps):
         self._cache_launches = {
             role: OpLaunches(self._driver, form, self._debug_sync) for role, form in CACHE_FORMS.items()
         }
+        self._logits_launches = OpLaunches(self._driver, LOGITS_FORM, self._debug_sync)
         self._devices: dict[int, DeviceKernels] = {}
         # What calls without a plan share.
         self._plans: PlanCache[PlanKey, SparseDecodePlan] = PlanCache()
@@ -196,8 +200,8 @@ class Kernels(CacheOps, DecodeOps, TopkOps):
 
         Of sparse decode, `topk` and `extra_topk` are the capacities of the spec unless given.
 
-        A call of topk has batch x s_q rows of `width` scores and `topk` slots in each, one of kv_cache batch x s_q
-        rows; they have no splits.
+        A call of topk has batch x s_q rows of `width` scores and `topk` slots in each, one of indexer_logits s_q tokens
+        of each request that see up to `width` keys, one of kv_cache batch x s_q rows; they have no splits.
         """
         self._require_op(op)
         kernels = self._on(self._ordinal(device))
@@ -206,13 +210,15 @@ class Kernels(CacheOps, DecodeOps, TopkOps):
         if op == CACHE_OP:
             rows = require_int("batch", batch) * require_int("s_q", s_q)
             return f"{head}\n{self._explain_rows(kernels.ordinal, rows)}"
+        if op == LOGITS_OP:
+            tokens = require_int("batch", batch), require_int("s_q", s_q)
+            return f"{head}\n{self._explain_logits(kernels.ordinal, *tokens, _required_width(op, width))}"
         if op == TOPK_OP:
             capacity = self.spec.selected_topk
             slots = capacity if topk is None else require_int("topk", topk)
-            if width is None:
-                raise GuardError("[T-16] width: missing, and which kernel takes a call of topk depends on it: pass it")
+            columns = _required_width(op, width)
             rows = require_int("batch", batch) * require_int("s_q", s_q)
-            wanted = TopkShape(rows, require_int("width", width), slots, capacity)
+            wanted = TopkShape(rows, columns, slots, capacity)
             plans = {role: plans for (name, role), plans in kernels.by_role.items() if name == TOPK_OP}
             return f"{head}\n{explain_call(plans, wanted, facts.sm_count)}"
         if extra_topk is None:
@@ -269,3 +275,9 @@ class Kernels(CacheOps, DecodeOps, TopkOps):
         if named.type == "cuda" and named.index is None:
             return self._driver.current_device()
         return self._driver.ordinal(named)
+
+
+def _required_width(op: str, width: int | None) -> int:
+    if width is None:
+        raise GuardError(f"[T-16] width: missing, and what a call of {op} takes depends on it: pass it")
+    return require_int("width", width)

@@ -101,6 +101,17 @@ def test_every_kernel_of_topk_compiles_as_planned(arch: str, scores: str) -> Non
 
 
 @pytest.mark.parametrize("arch", ARCHS)
+def test_every_kernel_of_the_indexer_compiles_as_planned(arch: str) -> None:
+    """Each width of keys, one of them with scores of both dtypes."""
+    shapes = ((32, "fp32"), (64, "bf16"), (128, "fp32"), (128, "bf16"))
+    plans = []
+    for dim, scores in shapes:
+        changes = {"archs": [arch], "scores": scores, "index": {"heads": 64, "dim": dim, "keys": "fp8"}}
+        plans += expand(load_spec("v32_indexer_h128").replace(**changes)).plans()
+    require_as_planned(tuple(plans), arch)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
 def test_every_kernel_of_the_caches_compiles_as_planned(arch: str) -> None:
     """Each format by its default rule; one of each structure from rows of every dtype, and one by every rule."""
     plans = {}

@@ -12,6 +12,7 @@ from functools import cache
 
 import cache_rows
 import decode
+import indexer
 import topk_rows as topk
 import torch
 from decode import Kernel, compile_ptx
@@ -20,6 +21,7 @@ from topk_rows import Scores
 from dsagen.arch import arch as arch_row
 from dsagen.check.cache import allocate_cache
 from dsagen.check.cases import DecodeCase, ExtraCase, Values
+from dsagen.check.indexer_cases import Lengths, LogitsCase
 from dsagen.errors import EmulatorError
 from dsagen.families.kv_cache.reference import convert_reference, read_reference, write_reference
 from dsagen.families.topk.family import COUNT, SELECT, split_variants
@@ -193,9 +195,24 @@ def _run_caches(kernel: Kernel, attempt: Attempt) -> str:
     return "" if cache_rows.same_bytes(found, wanted) else "pool"
 
 
+# Rings that go round and units of several tokens; then copies of words, and blocks that find their spans far in.
+_LOGITS_CASES = (
+    LogitsCase("mutants", 2, 3, 900, page_size=61, pad_bytes=12, lengths=Lengths.PER_REQUEST),
+    LogitsCase("mutants.words", 140, 1, 130, page_size=5, lengths=Lengths.BEYOND, fill=True),
+)
+
+
+def _run_logits(kernel: Kernel, attempt: Attempt) -> str:
+    axes = dict(kernel.plan.variant.axes)
+    spec = indexer.spec_of(kernel.plan.variant.arch, 16, int(axes["dim"]), str(axes["score"]))
+    subject = indexer.EmulatedIndexer(spec, kernel, attempt.seed, attempt.schedule)
+    return indexer.problem(_LOGITS_CASES[attempt.seed % 2], subject)
+
+
 RUNNERS: dict[tuple[str, str], Runner] = {
     ("sparse_decode", "main"): _run_main,
     ("sparse_decode", "combine"): _run_combine,
+    ("indexer_logits", "main"): _run_logits,
     ("kv_cache", "write"): _run_caches,
     ("kv_cache", "read"): _run_caches,
     ("kv_cache", "convert"): _run_caches,

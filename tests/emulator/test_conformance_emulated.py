@@ -16,6 +16,9 @@ from typing import Any
 import pytest
 import torch
 
+from dsagen.check.cases import DecodeCase
+from dsagen.check.indexer_cases import LogitsCase
+from dsagen.check.indexer_run import LogitsRun
 from dsagen.check.place import Case, emulator_place
 from dsagen.check.probes import CaseRun
 from dsagen.check.run import KernelCache, cases_of, run_case, run_check
@@ -30,7 +33,8 @@ pytestmark = pytest.mark.compile
 
 SEEDS = 4
 # Repeats, which are equal by construction where the order of warps is; the most splits and rows: one suite runs such.
-SLOW = r"run\.repeated(\.splits5)?|splits\.300|topk\.repeated\..*|topk\.layout\.rows(1025.*|133\..*)"
+SLOW = r"logits\.(repeated|shape\.width5000|window\.many.*)"
+SLOW += r"|run\.repeated(\.splits5)?|splits\.300|topk\.repeated\..*|topk\.layout\.rows(1025.*|133\..*)"
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,15 @@ SUITES = (
         "topk-bf16-sm_90a", "v32_topk_h128", "sm_90a", r"topk\.(data\..*\.k512|width\..*)", changes={"scores": "bf16"}
     ),
     Suite("topk-bf16-sm_80", "v32_topk_h128", "sm_80", r"topk\.(data\.\w*\.k512|ids\.\w*)", changes={"scores": "bf16"}),
+    Suite("logits-sm_90a", "v32_indexer_h128", "sm_90a"),
+    Suite("logits-sm_80", "v32_indexer_h128", "sm_80", r"logits\.contents\..*"),
+    Suite(
+        "logits-bf16-d64",
+        "v32_indexer_h128",
+        "sm_90a",
+        r"logits\.(contents|place)\..*",
+        changes={"scores": "bf16", "index": {"heads": 16, "dim": 64, "keys": "fp8"}},
+    ),
 )
 RUNS = [pytest.param(suite, case, n % SEEDS, id=f"{suite.name}-{case.name}")
         for suite in SUITES for n, case in enumerate(suite.cases())]  # fmt: skip
@@ -128,7 +141,7 @@ def test_case(suite: Suite, case: Case, seed: int) -> None:
     too_large = emulator_place(suite.load(), None, None).refusal(case)
     if too_large:
         pytest.skip(too_large)
-    kind = TopkRun if isinstance(case, TopkCase) else CaseRun
+    kind = {TopkCase: TopkRun, LogitsCase: LogitsRun}.get(type(case), CaseRun)
     result, _ = run_case(kind(case, kernels_of(suite.name, seed), torch.device("cpu"), 20261))  # type: ignore[arg-type]
     if result.status == "not_run":
         pytest.skip(result.problem)
@@ -137,13 +150,13 @@ def test_case(suite: Suite, case: Case, seed: int) -> None:
 
 def test_every_kind_of_the_quick_tier_runs() -> None:
     def kinds(cases: Iterable[Case]) -> set[str]:
-        return {".".join(case.name.split(".")[: 2 if case.op == TopkCase.op else 1]) for case in cases}
+        return {".".join(case.name.split(".")[: 1 if case.op == DecodeCase.op else 2]) for case in cases}
 
     ran = kinds(case for suite in SUITES for case in suite.cases())
-    assert ran | {"topk.repeated"} == kinds(
+    assert ran | {"topk.repeated", "logits.repeated"} == kinds(
         c
         for suite in SUITES
-        if suite.name in ("v32-sm_90a", "v4-sm_90a", "topk-bf16-sm_80")
+        if suite.name in ("v32-sm_90a", "v4-sm_90a", "topk-bf16-sm_80", "logits-sm_90a")
         for c in cases_of(suite.load(), suite.arch, "quick")
     )
 

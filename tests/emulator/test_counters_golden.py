@@ -15,6 +15,8 @@ import torch
 
 from dsagen.build import find_toolchain
 from dsagen.check.cases import DecodeCase, ExtraCase
+from dsagen.check.indexer_cases import Lengths, LogitsCase
+from dsagen.check.indexer_run import LogitsRun
 from dsagen.check.kv_cases import Action, KvCase
 from dsagen.check.kv_run import KvRun
 from dsagen.check.place import Case
@@ -48,6 +50,7 @@ CASES: tuple[Case, ...] = (
     TopkCase("golden.rows", 133, 300, 64),
     TopkCase("golden.shared", 1, 70_000, 512),
     TopkCase("golden.long", 70, 70_000, 64),
+    LogitsCase("golden", 2, 2, 1000, 64, lengths=Lengths.WHOLE),
     *(KvCase(f"golden.{action}.{extra}", action, extra) for action in Action for extra in (False, True)),
 )
 
@@ -64,7 +67,7 @@ def measure(name: str, case: Case, seed: int = 0) -> dict[str, Counters]:
     options = EmulatorOptions(seed=seed, threads=1, counters=True, observe=launches.append)
     kernels = load(name, device=DEVICE, emulator=options)
     case = fitted(case, kernels.spec)
-    kind = {DecodeCase: CaseRun, TopkCase: TopkRun, KvCase: KvRun}[type(case)]
+    kind = {DecodeCase: CaseRun, TopkCase: TopkRun, KvCase: KvRun, LogitsCase: LogitsRun}[type(case)]
     result, _ = run_case(kind(case, lambda _: kernels, torch.device("cpu"), 1))  # type: ignore[arg-type]
     assert result.status == "passed", result.problem
     return {launch.symbol: launch.counts.measured for launch in launches if launch.counts.measured is not None}

@@ -29,6 +29,7 @@ LAYERS = (
             "arch",
             "kv_format",
             "kv_rule",
+            "index_format",
             "dtype",
             "model",
         ),

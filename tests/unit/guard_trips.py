@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from indexer_trips import INDEXER_TRIPS
 from kv_cache_trips import KV_CACHE_TRIPS
 
 
@@ -202,6 +203,7 @@ TRIPS: dict[str, dict[str, Trip]] = {
             {"name": "indices", "cache": "k_cache", "place": [1, 2, 70], "count": 1},
         ),
     },
+    "indexer_logits": {guard_id: Trip(*fields) for guard_id, fields in INDEXER_TRIPS.items()},
     "kv_cache": {guard_id: Trip(*fields) for guard_id, fields in KV_CACHE_TRIPS.items()},
     "topk": {
         "K-01": Trip(

@@ -287,7 +287,7 @@ def test_explain_says_what_is_checked(kernels):
     for size in ({"batch": "2"}, {"batch": 1, "s_q": 1.5}, {"batch": 1, "topk": True}, {"batch": 1, "width": 9.0}):
         with pytest.raises(GuardError, match=rf"^\[T-12\] {list(size)[-1]}: expected a whole number, found "):
             kernels.explain("topk", **{"width": 9, **size})
-    with pytest.raises(GuardError, match=r"^\[T-16\] width: missing, and which kernel takes a call of topk depends on"):
+    with pytest.raises(GuardError, match=r"^\[T-16\] width: missing, and what a call of topk takes depends on"):
         kernels.explain("topk", batch=1)
 
 

@@ -135,7 +135,7 @@ def spec_mappings(draw):
         "model": model,
         "heads": draw(st.integers(1, 128)),
         "archs": draw(st.lists(st.sampled_from(list(ARCHS)), min_size=1, max_size=3, unique=True)),
-        "ops": list(known_ops())[:1],
+        "ops": [draw(st.sampled_from(known_ops()))],
         "determinism": draw(st.sampled_from(["off", "batch_invariant"])),
         "lse": {"base": draw(st.sampled_from(["e", 2])), "empty": draw(st.sampled_from(["+inf", "-inf"]))},
     }
@@ -148,6 +148,12 @@ def spec_mappings(draw):
         data["topk"] = draw(st.integers(1, 1 << 20))
     if data.get("extra_kv") not in (None, "none"):
         data["extra_kv"] = {"format": data["extra_kv"], "topk": 7}
+    if data["ops"] == ["indexer_logits"]:
+        data["index"] = {
+            "heads": 8 * draw(st.integers(1, 16)),
+            "dim": draw(st.sampled_from([32, 64, 128])),
+            "keys": "fp8",
+        }
     return data
 
 
@@ -441,7 +447,7 @@ def test_scores_are_fp32_where_topk_reads_them_and_absent_elsewhere():
 
 
 def test_scores_that_nothing_reads_are_an_error():
-    text = "f.yaml:5: scores = 'fp32': nothing reads it: add topk to ops, or leave it out"
+    text = "f.yaml:5: scores = 'fp32': nothing reads it: add topk or indexer_logits to ops, or leave it out"
     assert refusal(BASE_YAML + "scores: fp32\n") == text
     with pytest.raises(SpecError, match="scores = 'bf16': nothing reads it"):
         parse_spec(changed(ops=["topk"], scores="bf16")).replace(ops=["sparse_decode"])

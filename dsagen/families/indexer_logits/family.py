@@ -1,0 +1,120 @@
+"""The family object: cells of the matrix and kernel plans."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dsagen.arch import Arch
+from dsagen.arch import arch as arch_row
+from dsagen.families.indexer_logits.geometry import (
+    MOST_HEADS,
+    REGISTERS,
+    SCORE_CPP,
+    Geometry,
+    preferred_geometry,
+    smem_fields,
+)
+from dsagen.families.indexer_logits.guards import LAUNCH_GUARDS, PLAN_GUARDS
+from dsagen.families.indexer_logits.params import PARAMS
+from dsagen.family import Cell
+from dsagen.guard import Guard, check
+from dsagen.index_format import index_format
+from dsagen.plan import KernelPlan, TypeAlias, Variant, checked, lay_out_params
+
+if TYPE_CHECKING:
+    from dsagen.spec import DeploymentSpec
+
+NAME = "indexer_logits"
+BODY = "mma_sync"
+
+# A plan guard's names in the generated unit; names that are not here are printed as numbers.
+_C_NAMES = {
+    "smem_bytes": "static_cast<int>(sizeof(SharedStorage))",
+    "threads": "Body::kThreads",
+    "blocks": "Constants::kBlocks",
+    "dim": "Body::kDim",
+    "stages": "Constants::kStages",
+}
+
+
+class IndexerLogits:
+    """Logits of the indexer over a paged cache of keys, portable body."""
+
+    name = NAME
+    ops: tuple[str, ...] = ("indexer_logits",)
+    guards: tuple[Guard, ...] = PLAN_GUARDS + LAUNCH_GUARDS
+
+    def expand(self, spec: DeploymentSpec, arch: Arch) -> tuple[Cell, ...]:
+        """The one kernel that scores keys of the spec's index format, for any number of heads and tokens."""
+        assert spec.index is not None and spec.scores is not None, "a spec with the op has an index and a score dtype"
+        axes: tuple[tuple[str, str | int], ...] = (
+            ("keys", spec.index.keys),  # how codes become operands
+            ("dim", spec.index.dim),  # steps of a product, registers, shared memory
+            ("score", spec.scores),  # the conversion and the width of a store
+            ("smem", arch.smem_class),  # shared memory: stages of the ring, blocks on an SM
+        )
+        return (Cell(NAME, "main", arch.name, Variant(NAME, "main", BODY, arch.name, axes)),)
+
+    def plan(self, variant: Variant) -> KernelPlan:
+        """The plan of a variant; GuardError names the limit that it breaks."""
+        return plan_main(variant)
+
+
+FAMILY = IndexerLogits()
+
+
+def plan_main(variant: Variant, geometry: Geometry | None = None) -> KernelPlan:
+    """The kernel's plan; `geometry` overrides the preferred one (for tests and for measuring others)."""
+    arch, record = arch_row(variant.arch), index_format(str(variant.axis("keys")))
+    g = geometry or preferred_geometry(variant.axis_int("dim"), arch)
+    (fields, smem_bytes), (params, params_bytes) = smem_fields(g), lay_out_params(PARAMS)
+    values = {
+        "smem_bytes": smem_bytes,
+        "smem_optin_bytes": arch.smem_optin_bytes,
+        "threads": g.threads,
+        "registers_cap": REGISTERS,
+        "registers_per_sm": arch.registers_per_sm,
+        "per_sm": g.per_sm,
+        "blocks": g.blocks,
+        "dim": g.dim,
+        "stages": g.stages,
+        "query_rows": g.query_rows,
+        "most_heads": MOST_HEADS,
+    }
+    check(PLAN_GUARDS, values, variant.slug)
+    body = "indexer_logits::MmaSync<Constants, SharedStorage, Keys, Score, Params>"
+    return KernelPlan(
+        variant=variant,
+        constants=(
+            ("kWarps", g.warps),
+            ("kBlocks", g.blocks),
+            ("kTileKeys", g.tile_keys),
+            ("kStages", g.stages),
+            ("kDim", g.dim),
+            ("kQueryRows", g.query_rows),
+            ("kQueryPitchBytes", g.query_pitch_bytes),
+        ),
+        types=(
+            TypeAlias("Keys", "kv::E4m3Halves", "prims/kv/e4m3_halves.cuh"),
+            TypeAlias("Score", SCORE_CPP[str(variant.axis("score"))], "indexer_logits/store.cuh"),
+            TypeAlias("Body", body, "indexer_logits/mma_sync.cuh"),
+        ),
+        threads=g.threads,
+        min_blocks_per_sm=g.per_sm,
+        registers_cap=REGISTERS,
+        smem=fields,
+        smem_bytes=smem_bytes,
+        params=params,
+        params_bytes=params_bytes,
+        grid=f"min({g.per_sm} x SMs, tiles)",
+        overlaps_previous=False,
+        guards=checked(PLAN_GUARDS, values, _C_NAMES),
+        budget=(
+            ("shape", f"{g.tile_keys} keys a warp and tile, {g.warps} warps, {g.per_sm} blocks on an SM"),
+            ("ring", f"{g.stages} tiles of {g.tile_keys * record.record_bytes(g.dim)} B a warp"),
+            ("image of q", f"{g.query_rows} rows of {g.query_pitch_bytes} B, a row a token and head"),
+            ("shared memory", f"{smem_bytes} of {arch.smem_optin_bytes} B"),
+            ("registers", f"{REGISTERS} a thread"),
+            ("floor", f"{record.record_bytes(g.dim)} B of memory traffic a key, and {2 * g.dim} FLOP a key and head"),
+        ),
+    )

@@ -1,0 +1,126 @@
+"""Every limit of the indexer's logits, stated once."""
+
+from __future__ import annotations
+
+from dsagen.guard import Guard
+
+PLAN_GUARDS: tuple[Guard, ...] = (
+    Guard(
+        "K-01",
+        "plan",
+        "smem_bytes <= smem_optin_bytes",
+        "shared memory: the plan needs {smem_bytes} B and a block may have {smem_optin_bytes} B: use fewer stages or "
+        "rows of q",
+    ),
+    Guard(
+        "K-02",
+        "plan",
+        "threads * registers_cap * per_sm <= registers_per_sm",
+        "registers: {per_sm} blocks of {threads} threads x {registers_cap} exceed the SM's {registers_per_sm}: use "
+        "fewer warps",
+    ),
+    Guard(
+        "IL-01",
+        "plan",
+        "blocks == 2 or blocks == 4",
+        "tile of {blocks} blocks of 16 keys: the four lanes of a row share 2 or 4 between them",
+    ),
+    Guard(
+        "IL-02",
+        "plan",
+        "dim == 32 or dim == 64 or dim == 128",
+        "index keys of {dim} dims: 32, 64 and 128 are built",
+    ),
+    Guard(
+        "IL-03",
+        "plan",
+        "most_heads <= query_rows",
+        "{query_rows} rows of q: a token of {most_heads} heads must fit",
+    ),
+    Guard(
+        "IL-04",
+        "plan",
+        "1 <= stages and threads % 32 == 0 and threads <= 1024",
+        "ring of {stages} stages in a block of {threads} threads: at least one stage, and whole warps, at most 32",
+    ),
+)
+
+TOKENS_GUARD = Guard(
+    "IL-05",
+    "launch",
+    "1 <= next_n and next_n <= 8 and batch * next_n <= 2147483647",
+    "q: {batch} requests of {next_n} tokens: 1..8 tokens a request, at most 2147483647 in all",
+)
+WIDTH_GUARD = Guard(
+    "IL-06",
+    "launch",
+    "0 <= width and width <= 2147483583",
+    "max_seq_len: {width} is outside 0..2147483583, what the tiles of int32 positions reach",
+)
+TILES_GUARD = Guard(
+    "IL-07",
+    "launch",
+    "tiles <= 2147483647",
+    "{tiles} tiles of keys: {units} units of up to {width} keys each exceed 2147483647 tiles: pass fewer requests, or "
+    "a smaller max_seq_len",
+)
+POOL_GUARDS = (
+    Guard(
+        "IL-08",
+        "launch",
+        "1 <= pages and pages <= 2147483647 and 1 <= page_size and page_size <= 1073741824",
+        "{name}: {pages} pages of {page_size} keys: 1..2147483647 pages of 1..1073741824 keys are needed",
+    ),
+    Guard(
+        "IL-09",
+        "launch",
+        "address % 4 == 0 and page_stride_bytes % 4 == 0",
+        "{name}: base address {address:#x} and page stride {page_stride_bytes} B must be multiples of 4 B: pad the "
+        "pages",
+    ),
+    Guard(
+        "IL-10",
+        "launch",
+        "row_stride_bytes == record_bytes and (pages == 1 or page_stride_bytes >= page_bytes)",
+        "{name}: row stride {row_stride_bytes} B and page stride {page_stride_bytes} B do not hold pages of "
+        "{page_size} keys of {record_bytes} B ({page_bytes} B): keys of a page must be adjacent and pages must not "
+        "overlap",
+    ),
+)
+QUERY_GUARD = Guard(
+    "IL-11",
+    "launch",
+    "address % 16 == 0 and stride_b % 16 == 0 and stride_n % 16 == 0 and stride_h % 16 == 0",
+    "q: address {address:#x} and strides {stride_b}, {stride_n}, {stride_h} B: each head must start at a multiple of "
+    "16 B: pass q.contiguous()",
+)
+TABLE_GUARD = Guard(
+    "IL-12",
+    "launch",
+    "columns <= 2147483647",
+    "block_table: rows of {columns} pages exceed 2147483647: pass a narrower table",
+)
+UNSCORED_GUARD = Guard(
+    "IL-13",
+    "launch",
+    "0 <= unscored and unscored <= 2147483647",
+    "unscored_up_to: {unscored} is outside 0..2147483647: pass the k of the selection that follows, or 0",
+)
+# Of values on the device; it costs a wait, so only DSAGEN_CHECK_INDICES asks for it.
+LENGTH_GUARD = Guard(
+    "IL-14",
+    "launch",
+    "length <= most_keys",
+    "context_lens: token {token} of request {request} sees {length} keys, more than the {most_keys} of max_seq_len and "
+    "block_table ({count} tokens do): pass a larger max_seq_len, or a wider table",
+)
+LAUNCH_GUARDS: tuple[Guard, ...] = (
+    TOKENS_GUARD,
+    WIDTH_GUARD,
+    TILES_GUARD,
+    *POOL_GUARDS,
+    QUERY_GUARD,
+    TABLE_GUARD,
+    UNSCORED_GUARD,
+    LENGTH_GUARD,
+)

@@ -1,0 +1,240 @@
+"""The indexer's logits on torch tensors: what a call must bring, and the arguments that follow from it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from dsagen.division import page_divisor
+from dsagen.errors import GuardError
+from dsagen.families.indexer_logits.guards import (
+    LENGTH_GUARD,
+    POOL_GUARDS,
+    QUERY_GUARD,
+    TABLE_GUARD,
+    TOKENS_GUARD,
+    UNSCORED_GUARD,
+    WIDTH_GUARD,
+)
+from dsagen.families.indexer_logits.op import LogitsShape
+from dsagen.guard import check, require_int
+from dsagen.index_format import index_format
+from dsagen.runtime.blocks import Number
+from dsagen.runtime.driver import Driver
+from dsagen.runtime.launch import CallForm
+from dsagen.runtime.tensors import (
+    TensorRule,
+    require,
+    require_device,
+    require_memory,
+    require_no_overlap,
+    require_plain,
+    require_separate_elements,
+    require_served,
+    span_bytes,
+)
+from dsagen.spec import DeploymentSpec, IndexSpec
+
+OP = "indexer_logits"
+_TORCH_SCORES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# Rows of scores that the op allocates begin at multiples of so many bytes, which is what top-k reads fastest.
+_ROW_BYTES = 16
+
+
+class LogitsTensors(NamedTuple):
+    """The tensors of one call; out may be None."""
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    weights: torch.Tensor
+    context_lens: torch.Tensor
+    block_table: torch.Tensor
+    out: torch.Tensor | None
+
+    def given(self) -> list[tuple[str, Any]]:
+        """Name and tensor of those that the call brings."""
+        pairs = zip(self._fields, self, strict=True)
+        return [(name, tensor) for name, tensor in pairs if tensor is not None or name != "out"]
+
+
+# Scalars of a call are max_seq_len, unscored_up_to and fill_neg_inf as given.
+FORM = CallForm(
+    OP,
+    LogitsTensors._fields,
+    frozenset({"out"}),
+    3,
+    {
+        "q": "q",
+        "k_cache": "k_cache",
+        "weights": "weights",
+        "lens": "context_lens",
+        "block_table": "block_table",
+        "scores": "out",
+    },
+)
+
+
+class LogitsCall(NamedTuple):
+    """A checked call: its sizes, and the arguments but for the partition and where scores go."""
+
+    shape: LogitsShape
+    arguments: dict[str, Number]
+
+
+def index_of(spec: DeploymentSpec) -> IndexSpec:
+    """The spec's indexer, which a spec with the op has."""
+    assert spec.index is not None
+    return spec.index
+
+
+def bind(
+    t: LogitsTensors, max_seq_len: int | None, unscored_up_to: int, fills: bool, spec: DeploymentSpec, driver: Driver
+) -> LogitsCall:
+    """Check a call; GuardError for the first thing that does not fit."""
+    _require_kinds(t, driver)
+    index = index_of(spec)
+    layout = "[batch, next_n, heads, dim]"
+    require(TensorRule("q", ("float8_e4m3fn", "uint8", "int8"), layout, (None, None, index.heads, index.dim)), t.q)
+    batch, next_n = int(t.q.shape[0]), int(t.q.shape[1])
+    check([TOKENS_GUARD], {"batch": batch, "next_n": next_n})
+    width = _width(t, max_seq_len)
+    check([WIDTH_GUARD], {"width": width})
+    check([UNSCORED_GUARD], {"unscored": require_int("unscored_up_to", unscored_up_to)})
+    require(TensorRule("weights", ("float32",), "[batch * next_n, heads]", (batch * next_n, index.heads)), t.weights)
+    pool = _pool_arguments(t.k_cache, index)
+    require(TensorRule("block_table", ("int32",), "[batch, pages]", (batch, None)), t.block_table)
+    columns = int(t.block_table.shape[1])
+    check([TABLE_GUARD], {"columns": columns})
+    lens = _length_arguments(t.context_lens, batch, next_n)
+    _require_out(t, spec, batch * next_n, width)
+    require_no_overlap({"out"}, t.given(), {name: span_bytes(tensor) for name, tensor in t.given()})
+    return LogitsCall(
+        LogitsShape(batch, next_n, width, index.heads),
+        {
+            **_query_arguments(t.q),
+            **pool,
+            "weights": t.weights.data_ptr(),
+            "weight_stride": _stride(t.weights, 0),
+            **lens,
+            "most_keys": min(width, columns * int(pool["page_size"])),
+            "block_table": t.block_table.data_ptr(),
+            "table_stride": _stride(t.block_table, 0),
+            "width": width,
+            "batch": batch,
+            "next_n": next_n,
+            "heads": index.heads,
+            "unscored": unscored_up_to,
+            "fills": int(fills),
+        },
+    )
+
+
+def make_out(t: LogitsTensors, shape: LogitsShape, spec: DeploymentSpec) -> torch.Tensor:
+    """The scores' destination as given, or new: [batch * next_n, width], rows at multiples of 16 B."""
+    if t.out is not None:
+        return t.out
+    dtype = _TORCH_SCORES[str(spec.scores)]
+    step = _ROW_BYTES // dtype.itemsize
+    made = torch.empty((shape.tokens, -(-shape.width // step) * step), dtype=dtype, device=t.q.device)
+    # A mode of torch that is active makes something else of it.
+    require_plain("out", made)
+    return made[:, : shape.width]
+
+
+def out_arguments(out: torch.Tensor) -> dict[str, Number]:
+    """Where scores go."""
+    return {"scores": out.data_ptr(), "score_stride": _stride(out, 0)}
+
+
+def check_lengths(t: LogitsTensors, most_keys: int) -> None:
+    """Refuse lengths past what scores and tables hold. Waits for the device."""
+    lengths = t.context_lens if t.context_lens.dim() == 2 else t.context_lens[:, None]
+    bad = lengths > most_keys
+    if bool(bad.any()):
+        request, token = (int(n) for n in bad.nonzero()[0])
+        if t.context_lens.dim() == 1:
+            token = int(t.q.shape[1]) - 1
+        values = {"length": int(lengths[request, 0 if t.context_lens.dim() == 1 else token]), "most_keys": most_keys}
+        check([LENGTH_GUARD], values, request=request, token=token, count=int(bad.sum()))
+
+
+def _require_kinds(t: LogitsTensors, driver: Driver) -> None:
+    for name, tensor in t.given():
+        require_plain(name, tensor)
+    require_served("q", t.q, driver)
+    for name, tensor in t.given():
+        require_device(name, tensor, t.q.device, "q")
+        require_memory(name, tensor)
+
+
+def _width(t: LogitsTensors, max_seq_len: int | None) -> int:
+    if max_seq_len is not None:
+        return require_int("max_seq_len", max_seq_len)
+    if t.out is None:
+        raise GuardError(
+            "[T-21] max_seq_len: missing, and without out nothing tells how wide scores are: pass the longest length "
+            "of the batch, which need not be the model's"
+        )
+    return int(t.out.shape[1]) if t.out.dim() == 2 else 0
+
+
+def _require_out(t: LogitsTensors, spec: DeploymentSpec, tokens: int, width: int) -> None:
+    if t.out is None:
+        return
+    dtype = str(_TORCH_SCORES[str(spec.scores)]).removeprefix("torch.")
+    require(TensorRule("out", (dtype,), "[batch * next_n, max_seq_len]", (tokens, width)), t.out)
+    require_separate_elements("out", t.out)
+
+
+def _query_arguments(q: torch.Tensor) -> dict[str, Number]:
+    strides = {f"stride_{name}": _stride(q, dim) for name, dim in (("b", 0), ("n", 1), ("h", 2))}
+    check([QUERY_GUARD], {"address": q.data_ptr(), **strides})
+    return {"q": q.data_ptr(), **{f"q_{name}": stride for name, stride in strides.items()}}
+
+
+def _pool_arguments(cache: torch.Tensor, index: IndexSpec) -> dict[str, Number]:
+    record = index_format(index.keys)
+    record_bytes = record.record_bytes(index.dim)
+    layout = f"[pages, page_size, 1, bytes of a {index.keys} key]"
+    require(TensorRule("k_cache", record.values.torch_dtypes, layout, (None, None, 1, record_bytes)), cache)
+    pages, page_size = int(cache.shape[0]), int(cache.shape[1])
+    page_stride = _stride(cache, 0)
+    values = {
+        "pages": pages,
+        "page_size": page_size,
+        "address": cache.data_ptr(),
+        "page_stride_bytes": page_stride,
+        "row_stride_bytes": int(cache.stride(1)) if page_size > 1 else record_bytes,
+        "record_bytes": record_bytes,
+        "page_bytes": record.page_bytes(index.dim, page_size),
+    }
+    check(POOL_GUARDS, values, name="k_cache")
+    multiplier, shift = page_divisor(page_size)
+    return {
+        "k_cache": cache.data_ptr(),
+        "page_stride_bytes": page_stride,
+        "pool_pages": pages,
+        "page_size": page_size,
+        "page_multiplier": multiplier,
+        "page_shift": shift,
+        "wide_copies": int((cache.data_ptr() | page_stride) % 16 == 0),
+    }
+
+
+def _length_arguments(lens: torch.Tensor, batch: int, next_n: int) -> dict[str, Number]:
+    per_token = lens.dim() != 1
+    shape = (batch, next_n) if per_token else (batch,)
+    layout = "[batch, next_n], or [batch]"
+    require(TensorRule("context_lens", ("int32",), layout, shape, last_dim_contiguous=False), lens)
+    return {
+        "lens": lens.data_ptr(),
+        "lens_stride_b": _stride(lens, 0),
+        "lens_stride_n": _stride(lens, 1) if per_token else 0,
+        "per_token": int(per_token),
+    }
+
+
+def _stride(tensor: torch.Tensor, dim: int) -> int:
+    # The stride of a dim of size 1 moves nothing, and torch lets it be any number.
+    return int(tensor.stride(dim)) if tensor.shape[dim] > 1 else 0

@@ -1,0 +1,105 @@
+"""The method of loaded kernels that scores cached index keys."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+
+from dsagen.arch import arch
+from dsagen.families.indexer_logits.guards import TILES_GUARD
+from dsagen.families.indexer_logits.op import LogitsShape, explain_call, partition_of, size_values
+from dsagen.guard import check, require_bool
+from dsagen.runtime.device_kernels import DeviceKernels
+from dsagen.runtime.driver import Driver
+from dsagen.runtime.indexer import OP, LogitsTensors, bind, check_lengths, index_of, make_out, out_arguments
+from dsagen.runtime.launch import OpLaunches, Step
+from dsagen.runtime.loader import Loader
+from dsagen.spec import DeploymentSpec
+
+
+class IndexerOps(ABC):
+    """indexer_logits over what `Kernels` provides."""
+
+    spec: DeploymentSpec
+    _driver: Driver
+    _loader: Loader
+    _logits_launches: OpLaunches
+    _checks_values: bool
+
+    @abstractmethod
+    def _require_op(self, op: str) -> None:
+        """GuardError for an op that the spec does not declare."""
+
+    @abstractmethod
+    def _refuse_capture(self, ordinal: int) -> None:
+        """GuardError while a CUDA graph is captured, for what waits for the device."""
+
+    @abstractmethod
+    def _on(self, ordinal: int) -> DeviceKernels:
+        """The deployment's kernels for a device."""
+
+    def indexer_logits(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        weights: torch.Tensor,
+        context_lens: torch.Tensor,
+        block_table: torch.Tensor,
+        *,
+        max_seq_len: int | None = None,
+        unscored_up_to: int = 0,
+        fill_neg_inf: bool = False,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """scores[t, j] = scale_j x sum_h weights[t, h] x relu(q[t, h] . k_j) of cached keys, on the current stream.
+
+        - q: e4m3 (or its bytes) [batch, next_n, heads, dim], 1 to 8 tokens a request, last dim contiguous
+        - k_cache: [pages, page_size, 1, dim + 4] bytes of the spec's index-key format: codes of all keys of a page,
+          then their fp32 scales; pages any multiple of 4 bytes apart (of 16 where copies should be wide)
+        - weights: fp32 [batch x next_n, heads], of either sign, with every scale of q in them
+        - context_lens: int32 [batch, next_n], the keys that each token sees, or [batch], those of a request's last
+          token: the i-th then sees next_n - 1 - i fewer. Any strides. A length is bounded to 0..max_seq_len and to the
+          keys that a table row names; with DSAGEN_CHECK_INDICES a longer one is an error
+        - block_table: int32 [batch, pages]; an entry that names no page of the pool gives its keys -inf, and entries
+          behind the longest length are not read
+        - max_seq_len: columns of scores, the width of out by default
+        - unscored_up_to: tokens that see no more keys than this are left out; pass the k of a topk that follows, which
+          takes all of their keys unread
+        - fill_neg_inf: -inf into the columns from each token's length on; otherwise nothing is written there
+        - out: [batch x next_n, max_seq_len] of the spec's scores, allocated where not given
+
+        Returns out. Raises GuardError for what does not fit, FrozenError when the kernel would have to be loaded during
+        capture or after freeze(), DeviceError when the driver refuses.
+        """
+        tensors = LogitsTensors(q, k_cache, weights, context_lens, block_table, out)
+        scalars = (max_seq_len, unscored_up_to, fill_neg_inf)
+        if out is not None and not self._checks_values and self._logits_launches.repeat(*tensors, *scalars):
+            return out
+        self._require_op(OP)
+        fills = require_bool("fill_neg_inf", fill_neg_inf)
+        shape, arguments = bind(tensors, max_seq_len, unscored_up_to, fills, self.spec, self._driver)
+        ordinal = self._driver.ordinal(q.device)
+        assert ordinal is not None, "a bound tensor lies on a device"
+        on = self._on(ordinal)
+        (plan,) = on.by_role[OP, "main"]
+        check([TILES_GUARD], size_values(plan, shape, on.facts.sm_count))
+        if self._checks_values:
+            self._refuse_capture(ordinal)
+            check_lengths(tensors, int(arguments["most_keys"]))
+        result = make_out(tensors, shape, self.spec)
+        if shape.tokens and shape.width:
+            part = partition_of(plan, shape, on.facts.sm_count)
+            shared = {"unit_tokens": part.unit_tokens, "unit_count": part.unit_count, "blocks": part.blocks}
+            kernel, stream = self._loader.load(plan, ordinal), self._driver.current_stream(ordinal)
+            values = {**arguments, **shared, **out_arguments(result)}
+            operands = tensors._replace(out=result)
+            self._logits_launches.launch([Step(kernel, part.blocks)], stream, values, operands, (*operands, *scalars))
+        return result
+
+    def _explain_logits(self, ordinal: int, batch: int, next_n: int, width: int) -> str:
+        """What a call of that shape takes."""
+        on = self._on(ordinal)
+        (plan,) = on.by_role[OP, "main"]
+        shape = LogitsShape(batch, next_n, width, index_of(self.spec).heads)
+        return explain_call(plan, shape, on.facts.sm_count, arch(on.arch))

@@ -1,0 +1,103 @@
+// Indexer logits for every arch: mma.sync on f16 operands that e4m3 codes become exactly.
+//
+//   scores[t, j] = scale_j * sum_h w[t, h] * relu(q[t, h] . k_j)
+//
+// Keys are the M of the product, 16 kBlocks of them a warp and tile, held as registers for all tokens of a unit; heads are
+// its N, 8 at a time, from an image of q in shared memory. So a key is read and converted once for the tokens of a unit, and
+// the heads and tokens of a call are loops.
+//
+//   time ->  warp   | copies of tiles i .. i + S - 1 | wait i | tile i to registers | copies of tile i + S | products, store i | ..
+//            block  | q image of the unit | meet | tiles of the unit, dealt to the warps in turn | meet | next unit's image ..
+//
+// A warp's tiles pass through a ring of kStages that no other warp touches: its lanes wait for their own copies and meet in
+// warp_sync. The blocks of the grid take equal spans of the tiles of all units; none looks at what another does.
+#pragma once
+#include "indexer_logits/key_ring.cuh"
+#include "indexer_logits/query_image.cuh"
+#include "indexer_logits/store.cuh"
+#include "indexer_logits/work.cuh"
+#include "prims/ptx/block.cuh"
+#include "prims/ptx/convert.cuh"
+#include "prims/ptx/max_nan.cuh"
+#include "prims/ptx/memory.cuh"
+#include "prims/ptx/mma.cuh"
+#include "prims/ptx/thread.cuh"
+
+namespace indexer_logits {
+
+template <class C, class S, class Keys, class Score, class Params>
+struct MmaSync {
+  static constexpr int kThreads = 32 * C::kWarps, kDim = C::kDim;
+  static constexpr int kSteps = kDim / 16;  // of k 16
+  using Image = QueryImage<C, S, Keys, Params>;
+  using Ring = KeyRing<C, S, Keys, Params>;
+
+  static DSA_DEVICE void run(const Params& p, S& shared) {
+    if (p.fills != 0) fill_outside<Score>(p, kThreads);
+    Span<C, S, Params> span(p, shared);
+    const int lane = ptx::thread_index() % 32, warp = static_cast<int>(ptx::shuffle(ptx::thread_index() / 32, 0));
+    Ring ring(p, shared, warp, lane);
+#pragma unroll 1
+    for (bool first = true; span.tiles != 0; span.advance(), first = false) {
+      const Unit unit(p, span.unit);
+      ring.start(unit, span.first_tile, span.tiles);
+      if (!first) ptx::block_sync();  // all warps are done with the image
+      Image::stage(p, shared, unit);
+      ptx::block_sync();
+#pragma unroll 1
+      for (u32 tile = warp; tile < span.tiles; tile += C::kWarps) {
+        u32 a[C::kBlocks][kSteps][4];
+        TileKeys<C> keys;
+        ring.take(a, keys);
+        score_tile(p, shared, unit, (span.first_tile + tile) * C::kTileKeys, a, keys, lane);
+      }
+    }
+  }
+
+ private:
+  static DSA_DEVICE void score_tile(const Params& p, S& shared, const Unit& unit, u32 first_key,
+                                    const u32 (&a)[C::kBlocks][kSteps][4], const TileKeys<C>& keys, int lane) {
+    const u32 rows = ptx::shared_address(&shared.query[0][0]) + (lane % 8) * C::kQueryPitchBytes + (lane / 8) * 16;
+    const u32 weights = ptx::shared_address(&shared.weights[0]) + (lane % 4) * 8;
+#pragma unroll 1
+    for (int token = 0; token < unit.tokens; ++token) {
+      const u32 limit = unit.scored(p, unit.first_token + token);
+      if (limit <= first_key) continue;
+      float sums[2 * C::kBlocks] = {};
+      u32 row = rows + token * p.heads * C::kQueryPitchBytes, weight = weights + token * p.heads * 4;
+      Words4 b[kSteps / 2];
+      load_heads(b, row);
+#pragma unroll 1
+      for (int tile = p.heads / 8; tile > 0; --tile) {
+        float acc[C::kBlocks][4] = {};
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+          for (int m = 0; m < C::kBlocks; ++m) {
+            const u32(&k)[4] = a[m][step];
+            const Words4& w = b[step / 2];
+            ptx::mma_f16(acc[m], k[0], k[1], k[2], k[3], step % 2 == 0 ? w.x : w.z, step % 2 == 0 ? w.y : w.w);
+          }
+        const float w0 = ptx::float_of(ptx::load_shared_4(weight)), w1 = ptx::float_of(ptx::load_shared_4(weight + 4));
+        row += 8 * C::kQueryPitchBytes, weight += 32;
+        if (tile > 1) load_heads(b, row);
+#pragma unroll
+        for (int m = 0; m < C::kBlocks; ++m)
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            float& sum = sums[2 * m + half];
+            sum = w0 * ptx::max_nan(acc[m][2 * half], 0.0f) + sum;
+            sum = w1 * ptx::max_nan(acc[m][2 * half + 1], 0.0f) + sum;
+          }
+      }
+      store_scores<C, Score>(p, unit.row(p, token), first_key, limit, sums, keys, lane);
+    }
+  }
+
+  static DSA_DEVICE void load_heads(Words4 (&b)[kSteps / 2], u32 row) {
+#pragma unroll
+    for (int i = 0; i < kSteps / 2; ++i) b[i] = ptx::load_matrix_x4(row + i * 64);
+  }
+};
+
+}  // namespace indexer_logits

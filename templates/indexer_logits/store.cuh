@@ -1,0 +1,69 @@
+// Where scores go: into a token's window and nowhere else, or -inf into what lies behind the window.
+#pragma once
+#include "indexer_logits/key_ring.cuh"
+#include "indexer_logits/work.cuh"
+#include "prims/ptx/convert.cuh"
+#include "prims/ptx/thread.cuh"
+#include "prims/types.cuh"
+
+namespace indexer_logits {
+
+constexpr float kNegInf = -__builtin_huge_valf();
+// Columns that a block fills at a time.
+constexpr u32 kFillColumns = 2048;
+
+struct Fp32Score {
+  using Word = float;
+  static DSA_DEVICE Word of(float x) { return x; }
+};
+
+struct Bf16Score {
+  using Word = u16;
+  static DSA_DEVICE Word of(float x) { return static_cast<u16>(ptx::pack_bf16(x, 0.0f)); }
+};
+
+// `kept` of the lane's sums, those of which lanes with the bit `distance` set keep the upper half, summed over both.
+template <int kKept>
+DSA_DEVICE void exchange(float (&sums)[kKept], const float* all, int distance, int lane) {
+  const bool upper = (lane & distance) != 0;
+#pragma unroll
+  for (int i = 0; i < kKept; ++i) {
+    const float keep = upper ? all[kKept + i] : all[i], give = upper ? all[i] : all[kKept + i];
+    sums[i] = keep + ptx::float_of(ptx::shuffle_xor(ptx::bits_of(give), distance));
+  }
+}
+
+// The scores of a tile for one token, of sums over the heads of a lane's columns: summed over the four lanes of a row, each
+// of which ends with other keys.
+template <class C, class Score, class Params>
+DSA_DEVICE void store_scores(const Params& p, i64 row, u32 first_key, u32 limit, const float (&sums)[2 * C::kBlocks],
+                             const TileKeys<C>& keys, int lane) {
+  constexpr int kOwn = TileKeys<C>::kOwn;
+  float halves[2 * kOwn], own[kOwn];
+  exchange<2 * kOwn>(halves, sums, 2, lane);
+  exchange<kOwn>(own, halves, 1, lane);
+  typename Score::Word* scores = static_cast<typename Score::Word*>(p.scores) + row * p.score_stride;
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    const u32 key = first_key + TileKeys<C>::place(i, lane);
+    if (key < limit) scores[key] = Score::of(keys.held[i] ? own[i] * keys.scale[i] : kNegInf);
+  }
+}
+
+// -inf from each token's limit to the end of its row, shared by the blocks of the grid.
+template <class Score, class Params>
+DSA_DEVICE void fill_outside(const Params& p, u32 threads) {
+  const u32 width = static_cast<u32>(p.width), parts = (width + kFillColumns - 1) / kFillColumns;
+  const u64 all = static_cast<u64>(p.batch) * p.next_n * parts;
+  for (u64 part = ptx::block_index(); part < all; part += p.blocks) {
+    const u64 row = part / parts;
+    const u32 first = static_cast<u32>(part - row * parts) * kFillColumns, last = width - first < kFillColumns ? width : first + kFillColumns;
+    const u32 request = static_cast<u32>(row / p.next_n);
+    const u32 limit = Unit(p, request * p.unit_count).limit(p, static_cast<int>(row - static_cast<u64>(request) * p.next_n));
+    typename Score::Word* scores = static_cast<typename Score::Word*>(p.scores) + static_cast<i64>(row) * p.score_stride;
+    for (u32 column = (limit > first ? limit : first) + ptx::thread_index(); column < last; column += threads)
+      scores[column] = Score::of(kNegInf);
+  }
+}
+
+}  // namespace indexer_logits

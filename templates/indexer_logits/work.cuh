@@ -1,0 +1,127 @@
+// What a block does: units, which are some tokens of one request, and the tiles of keys that their tokens see.
+#pragma once
+#include "prims/ptx/bits.cuh"
+#include "prims/ptx/global.cuh"
+#include "prims/ptx/memory.cuh"
+#include "prims/ptx/thread.cuh"
+#include "prims/tile/scan.cuh"
+#include "prims/types.cuh"
+
+namespace indexer_logits {
+
+// Tokens first_token .. + tokens of a request, whose q fits the image together.
+struct Unit {
+  u32 request;
+  int first_token, tokens;
+
+  template <class Params>
+  DSA_DEVICE Unit(const Params& p, u32 unit) {
+    request = unit / static_cast<u32>(p.unit_count);
+    first_token = static_cast<int>(unit - request * p.unit_count) * p.unit_tokens;
+    tokens = p.next_n - first_token < p.unit_tokens ? p.next_n - first_token : p.unit_tokens;
+  }
+
+  // Keys that a token of the request sees: 0 .. limit - 1. One length of a request is its last token's; those before see one
+  // key less each.
+  template <class Params>
+  DSA_DEVICE u32 limit(const Params& p, int token) const {
+    const i32* lens = p.lens + request * p.lens_stride_b;
+    const i64 length = p.per_token != 0 ? static_cast<i64>(lens[token * p.lens_stride_n]) : static_cast<i64>(lens[0]) - (p.next_n - 1 - token);
+    return length <= 0 ? 0 : length < p.most_keys ? static_cast<u32>(length) : static_cast<u32>(p.most_keys);
+  }
+
+  // Those that are scored: none where a selection takes all of them unread.
+  template <class Params>
+  DSA_DEVICE u32 scored(const Params& p, int token) const {
+    const u32 keys = limit(p, token);
+    return keys <= static_cast<u32>(p.unscored) ? 0 : keys;
+  }
+
+  // Keys that any of its tokens needs.
+  template <class Params>
+  DSA_DEVICE u32 keys(const Params& p) const {
+    u32 most = 0;
+    for (int token = 0; token < tokens; ++token) {
+      const u32 own = scored(p, first_token + token);
+      most = own > most ? own : most;
+    }
+    return most;
+  }
+
+  // Row of scores and weights of its i-th token.
+  template <class Params>
+  DSA_DEVICE i64 row(const Params& p, int i) const {
+    return static_cast<i64>(request) * p.next_n + first_token + i;
+  }
+};
+
+// The block's span of the tiles of all units, a unit at a time: `tiles` of `unit` from `first_tile`, 0 at the end. All
+// threads hold the same.
+template <class C, class S, class Params>
+struct Span {
+  static constexpr u32 kThreads = 32 * C::kWarps;
+  u32 unit, first_tile, tiles;
+
+  DSA_DEVICE Span(const Params& params, S& shared) : p(params), units(static_cast<u32>(params.batch) * params.unit_count) {
+    const u32 thread = static_cast<u32>(ptx::thread_index()), own = tiles_of(thread);
+    u32 mine = own, total;
+    for (u32 u = thread + kThreads; u < units; u += kThreads) mine += tiles_of(u);
+    const u32 sums = ptx::shared_address(&shared.warp_sums[0][0]), found = ptx::shared_address(&shared.found[0]);
+    tile::block_exclusive_sum<static_cast<int>(kThreads)>(mine, sums, total);
+    const u64 block = ptx::block_index();
+    const u32 begin = static_cast<u32>(total * block / p.blocks), end = static_cast<u32>(total * (block + 1) / p.blocks);
+    left = end - begin;
+    unit = first_tile = tiles = 0;
+    if (left == 0) return;
+    if (thread == 0) ptx::store_shared_4(found, units);
+    u32 before = 0;
+    // Lengths that someone changes meanwhile give no unit, or another one: never one that there is not.
+#pragma unroll 1
+    for (u32 first = 0; before <= begin && first < units; first += kThreads) {
+      const u32 count = first == 0 ? own : tiles_of(first + thread);
+      u32 sum;
+      const u32 start = before + tile::block_exclusive_sum<static_cast<int>(kThreads)>(count, sums + 128 * (1 + first / kThreads % 2), sum);
+      if (start <= begin && begin - start < count) {
+        ptx::store_shared_4(found, first + thread);
+        ptx::store_shared_4(found + 4, begin - start);
+      }
+      before += sum;
+    }
+    ptx::block_sync();
+    unit = ptx::load_shared_4(found);
+    if (unit < units) {
+      first_tile = ptx::load_shared_4(found + 4);
+      take();
+    }
+  }
+
+  // On to the next unit that has tiles. Whole warps come here.
+  DSA_DEVICE void advance() {
+    left -= tiles;
+    tiles = first_tile = 0;
+    if (left == 0) return;
+    const u32 lane = static_cast<u32>(ptx::thread_index()) % 32;
+    u32 has = 0;
+    while (has == 0 && unit < units) {
+      has = ptx::ballot(tiles_of(unit + 1 + lane) != 0);
+      unit += has == 0 ? 32 : 1 + ptx::highest_bit(has & -has);
+    }
+    if (has != 0) take();
+  }
+
+ private:
+  const Params& p;
+  const u32 units;
+  u32 left;  // tiles of the block that are not done
+
+  DSA_DEVICE void take() {
+    const u32 all = tiles_of(unit), rest = all > first_tile ? all - first_tile : 0;
+    tiles = rest < left ? rest : left;
+  }
+
+  DSA_DEVICE u32 tiles_of(u32 u) const {
+    return u < units ? (Unit(p, u).keys(p) + C::kTileKeys - 1) / C::kTileKeys : 0;
+  }
+};
+
+}  // namespace indexer_logits

@@ -1,0 +1,79 @@
+"""The indexer's logits on the emulator: a kernel as the build compiles it, on the inputs and gates of the check."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from decode import Kernel, compile_ptx
+
+from dsagen.arch import arch as arch_row
+from dsagen.check.indexer_cases import LogitsCase
+from dsagen.check.indexer_run import LogitsRun
+from dsagen.check.probes import WrongResultError
+from dsagen.emulator import Memory
+from dsagen.families.indexer_logits.op import partition_of
+from dsagen.matrix import expand
+from dsagen.render import render
+from dsagen.runtime.emulated import EmulatorDriver
+from dsagen.runtime.indexer import LogitsTensors, bind, out_arguments
+from dsagen.spec import DeploymentSpec, load_spec
+
+# Parameters that point into a tensor of the call.
+_POINTERS = {"q": "q", "k_cache": "k_cache", "weights": "weights", "lens": "context_lens", "block_table": "block_table"}
+
+
+@cache
+def spec_of(arch: str, heads: int = 16, dim: int = 128, scores: str = "fp32") -> DeploymentSpec:
+    index = {"heads": heads, "dim": dim, "keys": "fp8"}
+    return load_spec(
+        {"model": "v32", "heads": 16, "archs": [arch], "ops": ["indexer_logits"], "index": index, "scores": scores}
+    )
+
+
+@cache
+def compiled(spec: DeploymentSpec) -> Kernel:
+    (plan,) = expand(spec).plans()
+    return Kernel(plan, compile_ptx(render(plan).text, spec.archs[0]))
+
+
+@dataclass(frozen=True)
+class EmulatedIndexer:
+    """A kernel with the signature of the runtime's method, on `sms` SMs: few, so that a warp has tile after tile."""
+
+    spec: DeploymentSpec
+    kernel: Kernel
+    seed: int = 0
+    schedule: str | None = None
+    sms: int = 1
+
+    def prepare(self) -> None:
+        pass
+
+    def indexer_logits(
+        self, *tensors: torch.Tensor, out: torch.Tensor, unscored_up_to: int, fill_neg_inf: bool
+    ) -> torch.Tensor:
+        given = LogitsTensors(*tensors, out)
+        driver = EmulatorDriver(arch_row(self.spec.archs[0]))
+        shape, arguments = bind(given, None, unscored_up_to, fill_neg_inf, self.spec, driver)
+        part = partition_of(self.kernel.plan, shape, self.sms)
+        shared = {"unit_tokens": part.unit_tokens, "unit_count": part.unit_count, "blocks": part.blocks}
+        values: dict[str, Any] = {**arguments, **shared, **out_arguments(out)}
+        memory = Memory()
+        for parameter, name in (*_POINTERS.items(), ("scores", "out")):
+            whole = torch.empty(0, dtype=torch.uint8).set_(getattr(given, name).untyped_storage())
+            address = memory.add(name, whole, writable=name == "out", initialised=name != "out")
+            values[parameter] += address - whole.data_ptr()
+        self.kernel.launch(part.blocks, values, memory, self.seed, self.schedule)
+        return out
+
+
+def problem(case: LogitsCase, indexer: EmulatedIndexer) -> str:
+    """What the check says of a case, empty where the kernel is right."""
+    try:
+        LogitsRun(case, lambda _: indexer, torch.device("cpu"), 7).run()
+    except WrongResultError as error:
+        return str(error)
+    return ""

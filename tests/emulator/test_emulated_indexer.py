@@ -1,0 +1,81 @@
+"""The indexer's kernels on the emulator: golden data, every arch class and key width, and wrong ones noticed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from indexer import EmulatedIndexer, compiled, problem, spec_of
+
+from dsagen.check.indexer_cases import Contents, Lengths, LogitsCase
+from dsagen.errors import EmulatorError
+
+pytestmark = pytest.mark.compile
+
+VECTORS = Path(__file__).parents[1] / "vectors"
+# Rings that go round, units of several tokens, a last tile that few keys fill; then pages that start at 4 bytes.
+TILES = LogitsCase("tiles", 2, 3, 1500, page_size=61, pad_bytes=12, lengths=Lengths.PER_REQUEST, fill=True)
+WORDS = LogitsCase("words", 3, 2, 300, page_size=5, lengths=Lengths.STRIDED, strided=True, unscored=64, wild=True)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Tensors here are small: threads that wait for each other would take most of the time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def indexer(arch: str, seed: int = 0, **changes: object) -> EmulatedIndexer:
+    spec = spec_of(arch, **changes)  # type: ignore[arg-type]
+    return EmulatedIndexer(spec, compiled(spec), seed, "random" if seed else None)
+
+
+@pytest.mark.parametrize(("dim", "scores"), [(32, "fp32"), (64, "bf16"), (128, "fp32")])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a"])
+def test_kernels_of_every_arch_class_and_width(arch: str, dim: int, scores: str) -> None:
+    kernel = indexer(arch, seed=dim, dim=dim, scores=scores)
+    for case in (TILES, WORDS, replace(WORDS, contents=Contents.NORMAL, heads=16)):
+        assert problem(case, kernel) == ""
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_golden_logits(arch: str) -> None:
+    with np.load(VECTORS / "indexer_paged_fp8.npz") as data:
+        pool, want = torch.from_numpy(data["pool"]), torch.from_numpy(data["logits_f64"])
+        stride, page_size = int(data["page_stride_bytes"]), int(data["page_size"])
+        cache = pool.as_strided((len(pool), page_size, 1, 132), (stride, 132, 132, 1))
+        rest = [torch.from_numpy(data[name]) for name in ("weights_f32", "context_lens", "block_table")]
+        q = torch.from_numpy(data["q_e4m3"])
+    out = torch.full(want.shape, 5.0)
+    indexer(arch, heads=32).indexer_logits(q, cache, *rest, out=out, unscored_up_to=0, fill_neg_inf=True)
+    assert out.isneginf().equal(want.isneginf())
+    finite = want.isfinite()
+    assert float((out[finite].double() - want[finite]).abs().max()) < 1e-6 * float(want[finite].abs().max())
+
+
+@pytest.mark.parametrize(
+    ("pattern", "replacement"),
+    [
+        (r"max\.NaN\.f32", "min.NaN.f32"),  # relu of the other sign
+        (r"cp\.async\.wait_group\s+\d+;", ""),  # tiles are taken before they land
+        (r"bar\.warp\.sync[^;]*;", ""),
+        (r"barrier\.sync\.aligned 0;", ""),
+        (r"mul\.f32", "add.f32"),  # the scale
+    ],
+)
+def test_a_wrong_kernel_is_noticed(pattern: str, replacement: str) -> None:
+    right = indexer("sm_90a", seed=3)
+    changed, count = re.subn(pattern, replacement, right.kernel.ptx)
+    assert count
+    try:
+        found = problem(TILES, replace(right, kernel=replace(right.kernel, ptx=changed)))
+    except EmulatorError as error:
+        found = str(error)
+    assert found

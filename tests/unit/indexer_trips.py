@@ -1,0 +1,127 @@
+"""What trips each guard of the indexer's logits: values, the complete message, the expression in C, values that
+hold, and what only the message reads.
+"""
+
+POOL = {"pages": 2, "page_size": 64, "address": 256, "page_stride_bytes": 8640, "row_stride_bytes": 132}
+POOL |= {"record_bytes": 132, "page_bytes": 8448}
+QUERY = {"address": 256, "stride_b": 8192, "stride_n": 8192, "stride_h": 128}
+NAMED = {"name": "k_cache"}
+
+INDEXER_TRIPS = {
+    "K-01": (
+        {"smem_bytes": 101377, "smem_optin_bytes": 101376},
+        "[K-01] shared memory: the plan needs 101377 B and a block may have 101376 B: use fewer stages or rows of q",
+        "smem_bytes <= smem_optin_bytes",
+        {"smem_bytes": 101376},
+        {},
+    ),
+    "K-02": (
+        {"threads": 128, "registers_cap": 255, "per_sm": 3, "registers_per_sm": 65536},
+        "[K-02] registers: 3 blocks of 128 threads x 255 exceed the SM's 65536: use fewer warps",
+        "((threads * registers_cap) * per_sm) <= registers_per_sm",
+        {"per_sm": 2},
+        {},
+    ),
+    "IL-01": (
+        {"blocks": 3},
+        "[IL-01] tile of 3 blocks of 16 keys: the four lanes of a row share 2 or 4 between them",
+        "(blocks == 2 || blocks == 4)",
+        {"blocks": 4},
+        {},
+    ),
+    "IL-02": (
+        {"dim": 96},
+        "[IL-02] index keys of 96 dims: 32, 64 and 128 are built",
+        "(dim == 32 || dim == 64 || dim == 128)",
+        {"dim": 64},
+        {},
+    ),
+    "IL-03": (
+        {"most_heads": 128, "query_rows": 127},
+        "[IL-03] 127 rows of q: a token of 128 heads must fit",
+        "most_heads <= query_rows",
+        {"query_rows": 128},
+        {},
+    ),
+    "IL-04": (
+        {"stages": 0, "threads": 128},
+        "[IL-04] ring of 0 stages in a block of 128 threads: at least one stage, and whole warps, at most 32",
+        "(1 <= stages && (threads % 32) == 0 && threads <= 1024)",
+        {"stages": 1},
+        {},
+    ),
+    "IL-05": (
+        {"batch": 2, "next_n": 9},
+        "[IL-05] q: 2 requests of 9 tokens: 1..8 tokens a request, at most 2147483647 in all",
+        "(1 <= next_n && next_n <= 8 && (batch * next_n) <= 2147483647)",
+        {"next_n": 8},
+        {},
+    ),
+    "IL-06": (
+        {"width": 2**31 - 64},
+        "[IL-06] max_seq_len: 2147483584 is outside 0..2147483583, what the tiles of int32 positions reach",
+        "(0 <= width && width <= 2147483583)",
+        {"width": 2**31 - 65},
+        {},
+    ),
+    "IL-07": (
+        {"tiles": 2**31, "units": 2**21, "width": 65536},
+        "[IL-07] 2147483648 tiles of keys: 2097152 units of up to 65536 keys each exceed 2147483647 tiles: pass fewer "
+        "requests, or a smaller max_seq_len",
+        "tiles <= 2147483647",
+        {"tiles": 2**31 - 1},
+        {},
+    ),
+    "IL-08": (
+        {**POOL, "pages": 0},
+        "[IL-08] k_cache: 0 pages of 64 keys: 1..2147483647 pages of 1..1073741824 keys are needed",
+        "(1 <= pages && pages <= 2147483647 && 1 <= page_size && page_size <= 1073741824)",
+        {"pages": 1},
+        NAMED,
+    ),
+    "IL-09": (
+        {**POOL, "page_stride_bytes": 8642},
+        "[IL-09] k_cache: base address 0x100 and page stride 8642 B must be multiples of 4 B: pad the pages",
+        "((address % 4) == 0 && (page_stride_bytes % 4) == 0)",
+        {"page_stride_bytes": 8644},
+        NAMED,
+    ),
+    "IL-10": (
+        {**POOL, "page_stride_bytes": 8444},
+        "[IL-10] k_cache: row stride 132 B and page stride 8444 B do not hold pages of 64 keys of 132 B (8448 B): keys "
+        "of a page must be adjacent and pages must not overlap",
+        "(row_stride_bytes == record_bytes && (pages == 1 || page_stride_bytes >= page_bytes))",
+        {"page_stride_bytes": 8448},
+        NAMED,
+    ),
+    "IL-11": (
+        {**QUERY, "stride_h": 132},
+        "[IL-11] q: address 0x100 and strides 8192, 8192, 132 B: each head must start at a multiple of 16 B: pass "
+        "q.contiguous()",
+        "((address % 16) == 0 && (stride_b % 16) == 0 && (stride_n % 16) == 0 && (stride_h % 16) == 0)",
+        {"stride_h": 144},
+        {},
+    ),
+    "IL-12": (
+        {"columns": 2**31},
+        "[IL-12] block_table: rows of 2147483648 pages exceed 2147483647: pass a narrower table",
+        "columns <= 2147483647",
+        {"columns": 2**31 - 1},
+        {},
+    ),
+    "IL-13": (
+        {"unscored": -1},
+        "[IL-13] unscored_up_to: -1 is outside 0..2147483647: pass the k of the selection that follows, or 0",
+        "(0 <= unscored && unscored <= 2147483647)",
+        {"unscored": 0},
+        {},
+    ),
+    "IL-14": (
+        {"length": 129, "most_keys": 128},
+        "[IL-14] context_lens: token 1 of request 3 sees 129 keys, more than the 128 of max_seq_len and block_table (2 "
+        "tokens do): pass a larger max_seq_len, or a wider table",
+        "length <= most_keys",
+        {"length": 128},
+        {"token": 1, "request": 3, "count": 2},
+    ),
+}
