@@ -82,7 +82,7 @@ def _stored_scales(record: KvFormat, scales: np.ndarray) -> tuple[np.ndarray, np
         codes = _nearest(numbers, np.abs(scales))
         return codes.astype(np.uint8), numbers[codes]
     stored = scales.astype(np.float32)
-    return np.ascontiguousarray(stored).view(np.uint8).reshape(len(stored), -1), stored.astype(np.float64)
+    return np.ascontiguousarray(stored).view(np.uint8), stored.astype(np.float64)
 
 
 def _plain_rows(
