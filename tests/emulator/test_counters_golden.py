@@ -49,6 +49,7 @@ CASES: tuple[Case, ...] = (
     TopkCase("golden.short", 2, 300, 64),
     TopkCase("golden.rows", 133, 300, 64),
     TopkCase("golden.shared", 1, 70_000, 512),
+    TopkCase("golden.many", 133, 17_001, 64),
     TopkCase("golden.long", 70, 70_000, 64),
     LogitsCase("golden", 2, 2, 1000, 64, lengths=Lengths.WHOLE),
     *(KvCase(f"golden.{action}.{extra}", action, extra) for action in Action for extra in (False, True)),

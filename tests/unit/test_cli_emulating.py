@@ -52,7 +52,6 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
         (["v32_h16", "--arch", "sm_80"], "arch sm_80 is not among its archs"),
         (["--coverage", "--arch", "sm_9"], "unknown arch 'sm_9'"),
         (["v32_h16", "--seeds", "0"], "Invalid value for '--seeds'"),
-        (["v41_h128"], "a second cache in the same softmax is not built yet"),
     ],
 )
 def test_what_does_not_go_together_is_told(capsys, arguments, text):

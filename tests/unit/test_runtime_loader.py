@@ -106,8 +106,13 @@ def test_a_spec_that_is_not_built_yet_is_refused_before_a_device_is_looked_for()
     def no_driver():
         raise AssertionError("the driver was opened")
 
-    with pytest.raises(SpecError, match="not built yet"):
-        Kernels(load_spec("v41_h128"), open_driver=no_driver, read=fake_cubins)
+    narrow = {"model": "custom", "kv": "bf16", "dims": {"d_qk": 192, "d_v": 64}, "topk": 64, "heads": 16}
+    with pytest.raises(SpecError, match="not everything"):
+        Kernels(
+            load_spec({**narrow, "archs": ["sm_90a"], "ops": ["sparse_decode"]}),
+            open_driver=no_driver,
+            read=fake_cubins,
+        )
 
 
 def test_no_driver_is_a_device_error(monkeypatch):
