@@ -260,8 +260,8 @@ def require_known_device(device: object) -> None:
         shown = repr(str(device) if isinstance(device, torch.device) else device)
         hint = f" (did you mean {DEVICE!r}?)" if get_close_matches(str(device), [DEVICE]) else ""
         raise GuardError(
-            f"[T-12] device {shown:.200}{hint}: expected a CUDA device such as 0 or 'cuda:0', or {DEVICE!r}, which runs "
-            "kernels on CPU tensors"
+            f"[T-12] device {shown:.200}{hint}: expected a CUDA device such as 0 or 'cuda:0', or {DEVICE!r}, which "
+            "runs kernels on CPU tensors"
         )
 
 
