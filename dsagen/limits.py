@@ -103,7 +103,7 @@ CALL_RULES: Mapping[str, str] = {
     "T-10": "a plan is launched on one stream, until it is bound anew",
     "T-11": "an op is one that the spec declares",
     "T-12": "sizes, k, num_splits and the emulator's seed and threads are whole numbers, drop_neg_inf is a bool, "
-    "softmax_scale is a finite fp32 number",
+    "softmax_scale is a finite fp32 number, device names one, emulator is EmulatorOptions",
     "T-13": "DSAGEN_CHECK_INDICES, which waits for the device, is not set during CUDA graph capture",
     "T-14": "a tensor's values lie in strided memory as they are: no sparse or nested layout, no freed storage, no "
     "transform of torch around it, no negation that is still to be done",

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dsagen.bench.figures import ceilings_of
-from dsagen.errors import SpecError
+from dsagen.errors import SpecError, StoreError
 
 Case = Mapping[str, Any]
 
@@ -24,11 +24,20 @@ _HIDDEN = ("batch", "kv_tokens", "page_size", "kv_format", "heads")
 def write_plots(cases: Sequence[Case], folder: Path) -> list[Path]:
     """Draw figures into `folder`, PNG files and index.html; returns the files, the page first.
 
-    SpecError where there is nothing to draw, or matplotlib is not installed.
+    SpecError where there is nothing to draw, or matplotlib is not installed; StoreError where a file cannot be written.
     """
     if not cases:
         raise SpecError("nothing to draw: no benchmark of these specs is recorded; run `dsagen bench` on a device")
     pyplot = _pyplot()
+    try:
+        return _draw(pyplot, cases, folder)
+    except OSError as error:
+        raise StoreError(
+            f"--plot {folder!s:.200}: cannot be written ({error.strerror or error}): name a folder that can be"
+        ) from None
+
+
+def _draw(pyplot: Any, cases: Sequence[Case], folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     decode = [case for case in cases if "batch" in case["case"]]
     selections = [case for case in cases if "width" in case["case"]]

@@ -14,16 +14,14 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import fnmatch
-import hashlib
 import logging
 import os
 import re
 import shutil
 import tempfile
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -35,6 +33,7 @@ from dsagen.build.patience import patiently
 from dsagen.build.toolchain import Toolchain
 from dsagen.build.unit import Unit
 from dsagen.errors import StoreError
+from dsagen.kept_library import PACKAGE_FOLDERS, boot_mark, is_older_than_a_day
 
 _LOG = logging.getLogger(__name__)
 _VERSION_FOLDER = f"v{SCHEMA_VERSION}"
@@ -43,8 +42,6 @@ _ENTRY_NAME = re.compile(rf".+\.[0-9a-f]{{{NAME_HEX_DIGITS}}}")
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", re.ASCII)
 # nvcc writes its input's path into the PTX as it is, and ninja takes a line for a statement.
 _UNFIT_CHARACTERS = '"\\\n\r'
-_DAY_S = 24 * 3600
-_PACKAGE_FOLDERS = ("site-packages", "dist-packages")
 
 
 class EntryLock:
@@ -257,7 +254,7 @@ class Store:
         """
         folder = self.writable_root() / _VERSION_FOLDER / _WORK
         for path in patiently(partial(_listed, folder)):
-            if path.name.startswith(f"{name}.") and (f".{boot_mark()}-" in path.name or _is_older_than_a_day(path)):
+            if path.name.startswith(f"{name}.") and (f".{boot_mark()}-" in path.name or is_older_than_a_day(path)):
                 shutil.rmtree(path, ignore_errors=True)
 
     def publish(self, folder: Path, stamp: EntryStamp, texts: Mapping[str, Any]) -> StoreEntry:
@@ -332,29 +329,12 @@ class Store:
         shutil.rmtree(grave, ignore_errors=True)
 
 
-@cache
-def boot_mark() -> str:
-    """Digits that are the same for all processes among which a lock surely holds: those of one running kernel."""
-    try:
-        text = Path("/proc/sys/kernel/random/boot_id").read_text()
-    except OSError:
-        text = ""
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
-
-
-def _is_older_than_a_day(path: Path) -> bool:
-    try:
-        return path.stat().st_mtime < time.time() - _DAY_S
-    except OSError:
-        return False
-
-
 def _prepare_root(root: Path) -> str | None:
     """Create a root's folders; None when it can be written, else why not."""
     if any(character in _UNFIT_CHARACTERS or "\ud800" <= character <= "\udfff" for character in str(root)):
         return "its name holds a quote, a backslash, a line break or no UTF-8, which the compilers do not take"
     try:
-        if any(part in _PACKAGE_FOLDERS for part in root.resolve().parts):
+        if any(part in PACKAGE_FOLDERS for part in root.resolve().parts):
             return "inside an installed package, where dsagen never writes"
         patiently(lambda: _make_folders(root))
         return None

@@ -33,11 +33,12 @@ from dsagen.check.topk_cases import MOST_SLOTS, TopkCase, topk_cases
 from dsagen.check.topk_run import TopkRun
 from dsagen.dtype import E4M3, UE4M3
 from dsagen.emulator import DEVICE as EMULATOR
+from dsagen.emulator import library as machine
 from dsagen.errors import DeviceError, DsagenError, EmulatorLimitError, KnobError, SpecError
 from dsagen.matrix import expand
 from dsagen.plan import KernelPlan
 from dsagen.runtime.api import Kernels
-from dsagen.runtime.emulated import EmulatorOptions, require_known_device
+from dsagen.runtime.emulated import EmulatorOptions, require_known_device, require_options
 from dsagen.spec import DeploymentSpec, load_spec
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | DeploymentSpec
@@ -134,16 +135,17 @@ def run_check(
     nothing is printed without one. A complete device run is recorded as evidence, in the store or in `record_file`,
     unless `record` is False.
 
-    Without a device the report has the host proofs, and every device case as not run. Raises SpecError, KnobError,
-    BuildError and StoreError as `dsagen.load` does; a failed case is in the report, whose `require_passed` raises
-    CheckFailed.
+    Without a device the report has the host proofs, and every device case as not run. Raises SpecError, GuardError,
+    KnobError, BuildError and StoreError as `dsagen.load` does; a failed case is in the report, whose `require_passed`
+    raises CheckFailed.
     """
     spec = load_spec(source)
     if knobs.CHECK_INDICES.get():
         raise KnobError(f"{knobs.CHECK_INDICES.name} refuses ids that the check passes on purpose: unset it")
     seed = secrets.randbelow(2**31) if seed is None else seed
-    host = host_proofs(spec, seed)
     require_known_device(device)
+    require_options(emulator)
+    host = host_proofs(spec, seed)
     emulated = isinstance(device, str) and device == EMULATOR
     if not emulated and (arch is not None or emulator is not None):
         raise SpecError(f"arch {arch!r}: only the emulator stands for an arch of choice: pass device={EMULATOR!r}")
@@ -152,6 +154,8 @@ def run_check(
         cases = cases_of(spec, spec.archs[0], tier, only)
         skipped = tuple(_not_run(case, problem) for case in cases)
         return CheckReport(spec.name, tier, seed, None, problem, skipped, host)
+    if emulated and console is not None and not machine.is_kept():
+        console.print(f"{machine.COMPILE_NOTE} ...", highlight=False)
     place = emulator_place(spec, arch, emulator) if emulated else cuda_place(_cuda_device(device))
     with place.current():
         kernels = KernelCache(spec, place.device, place.load)

@@ -12,6 +12,8 @@ from types import FrameType
 __all__ = ["main"]
 
 INTERRUPTED = 130
+# As a shell tells of what SIGPIPE has ended.
+READER_LEFT = 141
 # What ends a process politely; as interrupts they let a build end its compilers and clean up.
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
 _SIGNAL_EXIT_BASE = 128

@@ -9,13 +9,16 @@ import contextlib
 import difflib
 import os
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
 from importlib import metadata
+from typing import Any
 
 import click
 
 from dsagen.cli import (
     INTERRUPTED,
+    READER_LEFT,
     building,
     completing,
     doctor,
@@ -31,11 +34,31 @@ from dsagen.errors import DsagenError, SpecError
 from dsagen.log import configure_logging
 
 EXIT_CODES = """Exit codes: 0 success, 2 bad input, 3 failed build, 4 failed check, 5 no usable device,
-130 interrupted, 143 and 129 ended by SIGTERM and SIGHUP, 1 anything else."""
+130 interrupted, 143 and 129 ended by SIGTERM and SIGHUP, 141 the reader of the output has left, 1 anything else."""
+
+
+class _ReaderLeft(Exception):
+    """Nobody reads standard output any more. No OSError, of which click makes an exit code of its own."""
+
+
+@contextlib.contextmanager
+def _watching_the_reader() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise _ReaderLeft from None
 
 
 class _Commands(click.Group):
     """A group that names the nearest command when there is none of that name."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        with _watching_the_reader():  # --help and --version print here
+            return super().make_context(*args, **kwargs)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with _watching_the_reader():
+            return super().invoke(ctx)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -101,13 +124,14 @@ def run(arguments: Sequence[str] | None = None) -> int:
     """Run the command line on `arguments` (of the process by default); the exit code."""
     try:
         return _run(arguments)
-    except BrokenPipeError:
+    except (_ReaderLeft, BrokenPipeError):
+        # The reader has what it wanted, as `head -1` has: what SIGPIPE would have said, without a word.
         _forget_output()
-        return 1
+        return READER_LEFT
     except OSError as error:
         # A full disk below standard output, say, or a place that no command expected to fail.
+        where = f": {error.filename}" if error.filename else _stream_at_fault(error)
         _forget_output()
-        where = f": {error.filename}" if error.filename else ""
         with contextlib.suppress(OSError):
             click.echo(f"error: {error.strerror or error}{where}", err=True)
         return 1
@@ -131,6 +155,13 @@ def _complain(text: str, exit_code: int) -> int:
     with contextlib.suppress(OSError):
         click.echo(text, err=True)
     return exit_code
+
+
+def _stream_at_fault(error: OSError) -> str:
+    """Words for standard output where an error without a file's name comes from printing, else none."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    printing = {"click.utils", "rich.console"} & {str(frame.f_globals.get("__name__")) for frame in frames}
+    return ": standard output" if printing else ""
 
 
 def _forget_output() -> None:

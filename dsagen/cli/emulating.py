@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,7 +45,7 @@ def emulate(
     Every kernel runs on the CPU from the PTX that its cubin is made of, with all checks on; --seeds N runs the cases in
     N orders of warps, and a failure names the one that replays it. A SPEC that ends in .ptx is a PTX file: its kernels
     are listed with what the emulator does not handle of them. --coverage does so for the SPECs, or for all shipped ones
-    on every arch there is; anything that is not handled is an error.
+    on every arch there is, which compiles them all; anything that is not handled is an error.
     """
     files = [source for source in specs if source.endswith(_PTX_SUFFIX)]
     if files and len(files) != len(specs):
@@ -171,7 +170,10 @@ def _cover(specs: Sequence[str], archs: Sequence[str], quiet: bool, as_json: boo
     plans: dict[str, KernelPlan] = {}
     for selection in select(specs, archs) if specs else _everything(archs):
         plans.update({plan.slug: plan for plan in selection.matrix.plans()})
-    progress = make_progress(as_json or quiet or not sys.stderr.isatty())
+    progress = make_progress(as_json or quiet)
+    if not (as_json or quiet):
+        archs_named = ", ".join(dict.fromkeys(plan.variant.arch for plan in plans.values()))
+        click.echo(f"{len(plans)} kernels of {archs_named}: those that the store lacks are compiled first", err=True)
     results = build_units([render(plan) for plan in plans.values()], Store.open(), progress=progress)
     missing: dict[str, dict[str, int]] = {}
     kernels: dict[str, int] = {}

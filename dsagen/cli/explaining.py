@@ -12,7 +12,7 @@ from dsagen.cli.completing import complete_specs
 from dsagen.cli.drawing import plan_lines
 from dsagen.cli.selection import Selection, arch_option, describe_spec, json_option, select
 from dsagen.cli.table import echo_json, echo_lines
-from dsagen.errors import SpecError
+from dsagen.errors import SpecError, StoreError
 
 if TYPE_CHECKING:
     from dsagen.evidence import EvidenceRow
@@ -96,7 +96,7 @@ def _write_page(selection: Selection, path: Path) -> None:
         path.write_text(text, encoding="utf-8")
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise SpecError(
+        raise StoreError(
             f"--html {path!s:.200}: cannot be written ({reason}): name a file in an existing folder"
         ) from None
     echo_lines([str(path)])

@@ -71,7 +71,8 @@ def _row(selection: Selection, entries: dict[str, StoreEntry]) -> tuple[Any, lis
 def verify(files: tuple[Path, ...], quiet: bool, as_json: bool) -> None:
     """Verify every byte of the BUNDLEs and say what is in them; without one, verify the kernel store.
 
-    Anything broken is an error. A broken entry of the store is rebuilt by the next build that needs it.
+    Anything broken is an error. A broken entry of the store is rebuilt by the next build that needs it, and so are the
+    libraries that dsagen compiles for itself, of the emulator and of the launcher, by what loads them.
     """
     if files:
         from dsagen.build.bundle import read_bundle
@@ -120,21 +121,35 @@ def _bundle_json(found: Bundle) -> dict[str, Any]:
 
 
 def _verify_store(quiet: bool, as_json: bool) -> None:
+    from dsagen import kept_library
     from dsagen.build import Store
 
     store = Store.open()
-    surveys = [(root, *store.survey(root)) for root in store.roots]
+    surveys = [(root, *store.survey(root), *kept_library.survey(root)) for root in store.roots]
     if as_json:
         rows = [
-            {"root": str(root), "whole": [entry.name for entry in whole], "broken": broken, "set_aside": aside}
-            for root, whole, broken, aside in surveys
+            {
+                "root": str(root),
+                "whole": [entry.name for entry in whole],
+                "broken": broken,
+                "set_aside": aside,
+                "libraries": libraries,
+                "broken_libraries": damaged,
+            }
+            for root, whole, broken, aside, libraries, damaged in surveys
         ]
         echo_json({"store": rows})
     elif not quiet:
-        for root, whole, broken, aside in surveys:
+        for root, whole, broken, aside, libraries, damaged in surveys:
             kept = f", {len(aside)} broken ones set aside earlier" if aside else ""
             echo_lines([f"{root}: {len(whole)} kernels whole, {len(broken)} broken{kept}"])
-    problems = [f"{root}: {name}: {problem}" for root, _, broken, _ in surveys for name, problem in broken.items()]
+            if libraries or damaged:
+                echo_lines([f"{root}: {len(libraries)} libraries whole, {len(damaged)} broken"])
+    problems = [
+        f"{root}: {name}: {problem}"
+        for root, _, broken, _, _, damaged in surveys
+        for name, problem in {**broken, **damaged}.items()
+    ]
     if problems:
         listed = "\n  ".join(problems)
         raise StoreError(f"{len(problems)} entries of the kernel store are broken:\n  {listed}")

@@ -68,6 +68,8 @@ def check(
 
     from dsagen.check.run import run_check
 
+    if device is not None and device.isdecimal():
+        device = f"cuda:{device}"
     runs = _runs(specs, device, archs)
     verbose = context.parent is not None and context.parent.params.get("verbose", 0) > 0
     progress = None if as_json or quiet else Console(stderr=True)

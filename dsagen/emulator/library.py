@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import hashlib
+import logging
 import os
 import shutil
-import subprocess
-import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from dsagen import knobs
+from dsagen import kept_library, knobs
 from dsagen.emulator.operations import LOCAL_WINDOW, PARAM_WINDOW, SHARED_RESERVE
-from dsagen.errors import EmulatorError, ToolchainError
+from dsagen.errors import EmulatorError, StoreError, ToolchainError
 
+_LOG = logging.getLogger(__name__)
+WHAT = "the emulator's machine"
+COMPILE_NOTE = f"compiling {WHAT} with g++: once for a store and a kind of CPU, up to a minute"
 SOURCES = Path(__file__).parent / "vm"
 _FLAGS = (
     "-std=c++17", "-O2", "-ftree-vectorize", "-march=native", "-fPIC", "-pthread",
@@ -91,12 +92,20 @@ class Library:
 
 @cache
 def load_library(folder: Path | None = None) -> Library:
-    """The machine, compiled into `folder` (by default below the kernel store's root) where it is not there yet.
+    """The machine, compiled into `folder` (by default below the kernel store's roots) where it is not there yet.
 
-    ToolchainError where there is no g++, EmulatorError where it fails.
+    It is verified before it is loaded. ToolchainError where there is no g++ or it fails, StoreError where no folder can
+    be written or the library cannot be loaded from it.
     """
-    path = _built(folder or _default_folder())
-    handle = ctypes.CDLL(str(path))
+    places = _folders() if folder is None else (folder,)
+    path = kept_library.obtain(WHAT, _name(), places, _compile_in)
+    try:
+        handle = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise StoreError(
+            f"{path}: {WHAT} cannot be loaded ({error}): if its file system forbids to execute, set "
+            f"{knobs.CACHE_DIR.name} to a folder of another one"
+        ) from None
     handle.vm_instruction_name.restype = ctypes.c_char_p
     handle.vm_run.argtypes = (ctypes.POINTER(LaunchBlock),)
     handle.vm_open.argtypes, handle.vm_open.restype = (ctypes.POINTER(LaunchBlock),), ctypes.c_void_p
@@ -115,36 +124,21 @@ def load_library(folder: Path | None = None) -> Library:
     return Library(handle, {name: number for number, name in enumerate(names)}, path.stem, path.parent)
 
 
-def _default_folder() -> Path:
-    roots = knobs.CACHE_DIR.get()
-    if roots:
-        return next((root for root in roots if os.access(_existing(root), os.W_OK)), roots[0]) / "emulator"
-    return knobs.default_cache_dir() / "emulator"
+def is_kept() -> bool:
+    """Whether the machine is in the store, so that loading it compiles nothing."""
+    return kept_library.find(_name(), _folders()) is not None
 
 
-def _existing(path: Path) -> Path:
-    while not path.exists():
-        path = path.parent
-    return path
+def _folders() -> Sequence[Path]:
+    return kept_library.folders(kept_library.EMULATOR)
 
 
-def _built(folder: Path) -> Path:
-    compiler = shutil.which("g++", path=knobs.foreign("PATH"))
-    if compiler is None:
-        raise ToolchainError("no g++ on PATH: the emulator compiles its machine with it on first use. Install g++.")
+def _name() -> str:
     digest = hashlib.sha256()
     for path in sorted(SOURCES.iterdir()):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     digest.update(" ".join(_FLAGS).encode() + _cpu_features())
-    target = folder / f"vm-{digest.hexdigest()[:16]}.so"
-    if not target.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        # One process compiles, the others wait for it.
-        with (folder / f"{target.stem}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not target.is_file():
-                _compile(compiler, target)
-    return target
+    return f"vm-{digest.hexdigest()[:16]}.so"
 
 
 def _cpu_features() -> bytes:
@@ -156,23 +150,20 @@ def _cpu_features() -> bytes:
     return next((line.encode() for line in lines if line.startswith(("flags", "Features"))), b"")
 
 
-def _compile(compiler: str, target: Path) -> None:
-    """Compile the sources, as many at once as there are cores, link, and rename: half a file is never seen."""
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+def _compile_in(folder: Path) -> Path:
+    """Compile the sources, as many at once as there are cores, and link; the library's file."""
+    compiler = shutil.which("g++", path=knobs.foreign("PATH"))
+    if compiler is None:
+        raise ToolchainError("no g++ on PATH: the emulator compiles its machine with it on first use. Install g++.")
+    _LOG.info(COMPILE_NOTE)
 
-        def compile_one(source: Path) -> str:
-            out = str(Path(folder) / f"{source.stem}.o")
-            _run([compiler, *_FLAGS, "-c", str(source), "-o", out])
-            return out
+    def compile_one(source: Path) -> str:
+        out = str(folder / f"{source.stem}.o")
+        kept_library.run_compiler(WHAT, [compiler, *_FLAGS, "-c", str(source), "-o", out])
+        return out
 
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            objects = list(pool.map(compile_one, sorted(SOURCES.glob("*.cpp"))))
-        partial = Path(folder) / target.name
-        _run([compiler, *_FLAGS, "-shared", *objects, "-o", str(partial)])
-        partial.rename(target)
-
-
-def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise EmulatorError(f"the emulator's machine does not compile: {' '.join(command)}\n{done.stderr[-4000:]}")
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(compile_one, sorted(SOURCES.glob("*.cpp"))))
+    library = folder / "machine.so"
+    kept_library.run_compiler(WHAT, [compiler, *_FLAGS, "-shared", *objects, "-o", str(library)])
+    return library

@@ -30,7 +30,14 @@ from dsagen.runtime.decode_ops import DecodeOps
 from dsagen.runtime.device_kernels import DeviceKernels
 from dsagen.runtime.driver import CudaDriver, Driver
 from dsagen.runtime.emulated import DEVICE as EMULATOR
-from dsagen.runtime.emulated import EmulatorDriver, EmulatorOptions, emulated_arch, read_ptx, require_known_device
+from dsagen.runtime.emulated import (
+    EmulatorDriver,
+    EmulatorOptions,
+    emulated_arch,
+    read_ptx,
+    require_known_device,
+    require_options,
+)
 from dsagen.runtime.handles import register
 from dsagen.runtime.indexer import FORM as LOGITS_FORM
 from dsagen.runtime.indexer import OP as LOGITS_OP
@@ -74,11 +81,15 @@ def load(
     `spec` may also be a bundle (`dsagen bundle`): its kernels load without a toolkit and without a store, after every
     byte of it was verified; of several specs in it, `name` chooses one. Bundles have no PTX, so no emulator runs them.
 
-    Raises SpecError for a bad spec or one that cannot be built as a whole, KnobError for a bad variable, DeviceError
-    without a usable GPU or for a device that there is not, BuildError when a kernel does not compile (the emulator:
-    ToolchainError without g++), StoreError when DSAGEN_NO_JIT is set and a kernel is missing.
+    Raises SpecError for a bad spec or one that cannot be built as a whole, KnobError for a bad variable, GuardError
+    for a `device` or `emulator` of another kind, DeviceError without a usable GPU or for a device that there is not,
+    BuildError when a kernel does not compile (the emulator:
+    ToolchainError without g++), StoreError when DSAGEN_NO_JIT is set and a kernel is missing, or where the store
+    cannot be written.
     """
     configure_library_logging()
+    require_options(emulator)
+    require_known_device(device)
     if isinstance(spec, str | os.PathLike) and is_bundle(Path(spec)):
         return _load_bundle(Path(spec), name, device, archs, emulator)
     if name is not None:
@@ -88,9 +99,10 @@ def load(
         chosen = tuple(cell.arch for cell in expand(loaded, archs).cells)
         driver = partial(EmulatorDriver, emulated_arch(chosen), emulator or EmulatorOptions())
         return Kernels(loaded, archs=archs, open_driver=driver, read=read_ptx)
-    require_known_device(device)
     if emulator is not None:
-        raise DeviceError(f"emulator: options for device={EMULATOR!r}, but device is {device!r}: leave either out")
+        raise GuardError(
+            f"[T-12] emulator: options for device={EMULATOR!r}, but device is {device!r}: leave either out"
+        )
     return Kernels(loaded, device=device, archs=archs)
 
 
@@ -101,7 +113,6 @@ def _load_bundle(
     archs: Sequence[str] | None,
     emulator: EmulatorOptions | None,
 ) -> Kernels:
-    require_known_device(device)
     if emulator is not None or device == EMULATOR:
         raise StoreError(
             f"{path}: bundles have cubins and no PTX, which the emulator runs: load the spec itself with "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import struct
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from dsagen.emulator import Counts, Memory
 from dsagen.emulator.attributes import PtxAttributes, attributes
 from dsagen.emulator.library import load_library
 from dsagen.errors import DeviceError, EmulatorLimitError, GuardError
-from dsagen.guard import require_int
+from dsagen.guard import require_bool, require_int
 from dsagen.plan import KernelPlan
 from dsagen.runtime.driver import (
     DeviceFacts,
@@ -55,7 +56,7 @@ class EmulatorOptions:
 
     `seed` 0 runs warps in turn, any other draws their order; `races` looks for unordered accesses; `threads` are those
     of the host. `counters` measures each launch in detail, `observe` is called with every launch that went well.
-    GuardError for a number outside its range.
+    GuardError for a number outside its range and a value of another type.
     """
 
     seed: int | None = None
@@ -71,6 +72,11 @@ class EmulatorOptions:
         ):
             if value is not None and not least <= require_int(name, value) <= most:
                 raise GuardError(f"[T-12] {name}: {value}, expected {least} to {most} for the emulator")
+        if self.races is not None:
+            require_bool("races", self.races)
+        require_bool("counters", self.counters)
+        if self.observe is not None and not callable(self.observe):
+            raise GuardError(f"[T-12] observe: expected a function of an EmulatedLaunch, found {self.observe!r:.200}")
 
 
 @dataclass(frozen=True)
@@ -103,7 +109,8 @@ class EmulatorDriver:
     """One device, ordinal 0, whose memory is the host's; it runs at once, on one stream.
 
     It stands for `arch` with the SM count of a product: the one measured for that arch, an H200 where there is none.
-    SM counts decide partitions only. ToolchainError where there is no g++ to compile the machine with.
+    SM counts decide partitions only. ToolchainError where no g++ compiles the machine,
+    StoreError where it cannot be kept.
     """
 
     arch: Arch
@@ -242,18 +249,32 @@ class EmulatorDriver:
 
 
 def require_known_device(device: object) -> None:
-    """Refuse a name of neither the emulator nor a device of CUDA, whether or not there is one."""
-    if device == DEVICE or not isinstance(device, str | torch.device):
+    """Refuse what names neither the emulator nor a device of CUDA, whether or not there is one: GuardError."""
+    if device is None or (isinstance(device, str) and device == DEVICE) or _is_ordinal(device):
         return
-    try:
-        named = torch.device(device).type
-    except RuntimeError:
-        named = ""
+    named = ""
+    if isinstance(device, str | torch.device):
+        with contextlib.suppress(RuntimeError):
+            named = torch.device(device).type
     if named != "cuda":
+        shown = repr(str(device) if isinstance(device, torch.device) else device)
         hint = f" (did you mean {DEVICE!r}?)" if get_close_matches(str(device), [DEVICE]) else ""
-        raise DeviceError(
-            f"device {str(device)!r}{hint}: expected a CUDA device such as 0 or 'cuda:0', or {DEVICE!r}, which runs "
-            "kernels on CPU tensors"
+        raise GuardError(
+            f"[T-12] device {shown:.200}{hint}: expected a CUDA device such as 0 or 'cuda:0', or {DEVICE!r}, which "
+            "runs kernels on CPU tensors"
+        )
+
+
+def _is_ordinal(device: object) -> bool:
+    return isinstance(device, int) and not isinstance(device, bool) and device >= 0
+
+
+def require_options(emulator: object) -> None:
+    """Refuse what is neither EmulatorOptions nor None: GuardError."""
+    if emulator is not None and not isinstance(emulator, EmulatorOptions):
+        raise GuardError(
+            f"[T-12] emulator: expected options, found {emulator!r:.200} ({type(emulator).__name__}): pass "
+            "dsagen.EmulatorOptions, such as dsagen.EmulatorOptions(seed=3)"
         )
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import logging
 import os
 import shutil
-import subprocess
 import sys
 import sysconfig
-import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.machinery import ExtensionFileLoader
@@ -20,11 +18,12 @@ from typing import Any
 
 import torch
 
-from dsagen import knobs
+from dsagen import kept_library, knobs
 from dsagen.errors import BuildError, StoreError, ToolchainError
 
 _LOG = logging.getLogger(__name__)
 SOURCES = Path(__file__).parent / "native_c"
+_WHAT = "the launcher"
 _MODULE = "dsagen_launcher"
 _FLAGS = ("-std=gnu11", "-O2", "-fPIC", "-shared", "-Wall")
 _LIBRARIES = ("-ldl", "-lpthread")
@@ -88,8 +87,14 @@ def load_module() -> Any:
     loader = ExtensionFileLoader(_MODULE, str(built()))
     spec = spec_from_loader(_MODULE, loader)
     assert spec is not None
-    module = module_from_spec(spec)
-    loader.exec_module(module)
+    try:
+        module = module_from_spec(spec)
+        loader.exec_module(module)
+    except ImportError as error:
+        raise StoreError(
+            f"the launcher cannot be loaded ({error}): if its file system forbids to execute, set "
+            f"{knobs.CACHE_DIR.name} to a folder of another one"
+        ) from None
     return module
 
 
@@ -97,10 +102,11 @@ def built() -> Path:
     """The extension's file. ToolchainError without a C compiler or Python's headers, BuildError when it fails."""
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
         raise ToolchainError("the launcher is written for Pythons with a global lock, and this one has none")
-    name = f"launcher-{_digest()}.abi3.so"
-    roots = [root / "launcher" for root in knobs.CACHE_DIR.get() or (knobs.default_cache_dir(),)]
-    found = next((root / name for root in roots if (root / name).is_file()), None)
-    return found or _compile_into(_writable(roots), name)
+    return kept_library.obtain(_WHAT, f"launcher-{_digest()}.abi3.so", _folders(), _compile_in)
+
+
+def _folders() -> Sequence[Path]:
+    return kept_library.folders(kept_library.LAUNCHER)
 
 
 def _digest() -> str:
@@ -111,31 +117,11 @@ def _digest() -> str:
     return digest.hexdigest()[:16]
 
 
-def _writable(roots: list[Path]) -> Path:
-    for root in roots:
-        try:
-            root.mkdir(parents=True, exist_ok=True)
-        except OSError:
-            continue
-        if os.access(root, os.W_OK):
-            return root
-    raise StoreError(f"the launcher cannot be kept: none of {', '.join(map(str, roots))} can be written")
-
-
-def _compile_into(folder: Path, name: str) -> Path:
-    target = folder / name
-    # One process compiles, the others wait for it.
-    with (folder / f"{name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not target.is_file():
-            command, include = _compiler(), _headers()
-            # Renamed when whole, so that half a file is never loaded.
-            with tempfile.TemporaryDirectory(dir=folder) as scratch:
-                partial = Path(scratch) / name
-                source = str(SOURCES / "launcher.c")
-                _run([command, *_FLAGS, f"-I{include}", source, "-o", str(partial), *_LIBRARIES])
-                partial.rename(target)
-    return target
+def _compile_in(folder: Path) -> Path:
+    command, include = _compiler(), _headers()
+    library = folder / "launcher.so"
+    _run([command, *_FLAGS, f"-I{include}", str(SOURCES / "launcher.c"), "-o", str(library), *_LIBRARIES])
+    return library
 
 
 def _compiler() -> str:
@@ -154,6 +140,4 @@ def _headers() -> str:
 
 
 def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise BuildError(f"the launcher does not compile: {' '.join(command)}\n{done.stderr[-4000:]}")
+    kept_library.run_compiler(_WHAT, command)

@@ -49,5 +49,5 @@ def micro_tests_that_did_not_pass(request: pytest.FixtureRequest) -> list[str]:
 def shared_machine() -> Iterator[None]:
     folder = Path(tempfile.gettempdir()) / f"dsagen-emulator-{os.getuid()}"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(library, "_default_folder", lambda: folder)
+        patch.setattr(library, "_folders", lambda: (folder,))
         yield

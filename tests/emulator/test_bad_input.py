@@ -20,7 +20,7 @@ from dsagen.emulator import Memory, library, program_cache
 from dsagen.emulator.launch import _program, coverage
 from dsagen.emulator.library import load_library
 from dsagen.emulator.program_cache import ProgramCache
-from dsagen.errors import DsagenError, EmulatorError
+from dsagen.errors import DsagenError, EmulatorError, ToolchainError
 
 STORE = "ld.param.u64 %d0, [p0]; mad.wide.u32 %d0, %r0, 4, %d0; st.global.u32 [%d0], %r0;"
 
@@ -263,7 +263,7 @@ def test_a_compiler_that_fails_says_what_it_said(monkeypatch: pytest.MonkeyPatch
     sources.mkdir()
     (sources / "broken.cpp").write_text("int broken(\n")
     monkeypatch.setattr(library, "SOURCES", sources)
-    with pytest.raises(EmulatorError, match=r"the emulator's machine does not compile: .*broken\.cpp(.|\n)*error"):
+    with pytest.raises(ToolchainError, match=r"machine does not compile: (.|\n)*broken\.cpp(.|\n)*error"):
         load_library(tmp_path / "machine")
 
 
@@ -358,7 +358,7 @@ def test_a_fault_leaves_a_new_process_as_it_was() -> None:
     here = Path(__file__).resolve()
     code = f"import sys; sys.path[:0] = [{str(here.parent)!r}, {str(here.parents[2])!r}]\nimport test_bad_input as t\n"
     # The machine of this session, not another one below the session's store.
-    code += f"t.library._default_folder = lambda: t.Path({str(load_library().folder)!r})\n"
+    code += f"t.library._folders = lambda: (t.Path({str(load_library().folder)!r}),)\n"
     code += "try: t.launch(t.kernel('trap;'), [0], t.Memory())\nexcept t.EmulatorError: print(t.works())"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True, check=False

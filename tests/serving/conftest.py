@@ -16,5 +16,5 @@ from dsagen.emulator import library
 def shared_machine() -> Iterator[None]:
     folder = Path(tempfile.gettempdir()) / f"dsagen-emulator-{os.getuid()}"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(library, "_default_folder", lambda: folder)
+        patch.setattr(library, "_folders", lambda: (folder,))
         yield

@@ -172,10 +172,17 @@ def test_a_check_in_which_nothing_ran_is_no_pass(capsys, checked):
     assert "none of 1 cases ran on emulator as sm_90a: needs a CUDA device" in err
 
 
-def test_an_unknown_device_is_refused_before_anything_runs(capsys):
-    code, out, err = run(capsys, "check", "v32_h16", "--device", "emulater", "--only", "page.1")
-    assert (code, out) == (5, "")
-    assert "did you mean 'emulator'?" in err
+@pytest.mark.parametrize("device", ["emulater", "foo", "1.5", "-1", ""])
+def test_an_unknown_device_is_refused_before_anything_runs(capsys, device):
+    code, out, err = run(capsys, "check", "v32_h16", "--device", device, "--only", "page.1")
+    assert (code, out) == (2, "")
+    assert f"device {device!r}" in err and ("did you mean 'emulator'?" in err) == (device == "emulater")
+
+
+def test_a_device_goes_by_its_number(capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    code, _, err = run(capsys, "check", "v32_h16", "--device", "0", "--only", "page.1")
+    assert code == 5 and "no CUDA device" in err
 
 
 def test_a_failed_check_prints_how_to_replay_it(capsys, checked):

@@ -38,7 +38,7 @@ def shell(script: str, cwd: Path = ROOT, **environment: str) -> subprocess.Compl
 @pytest.mark.parametrize("command", ["list", "schema", "--version", "explain v32_h16"])
 def test_standard_output_on_a_full_disk(command):
     done = shell(f"$DSAGEN {command} > /dev/full")
-    assert (done.returncode, done.stderr) == (1, "error: No space left on device\n")
+    assert (done.returncode, done.stderr) == (1, "error: No space left on device: standard output\n")
 
 
 @needs_dev_full
@@ -48,7 +48,36 @@ def test_the_exit_code_stands_where_the_error_cannot_be_printed():
 
 def test_a_reader_that_leaves_is_no_error():
     done = shell("{ $DSAGEN list; echo $? >&2; } | true")
-    assert done.stderr in ("0\n", "1\n")
+    assert done.stderr in ("0\n", "141\n")
+
+
+@pytest.mark.parametrize("command", ["list", "list --json", "schema", "explain v32_h16"])
+def test_a_reader_that_has_left_before_is_told_by_the_code(command):
+    # A pipe without a reader from the start, so that the write is sure to fail.
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "dsagen", *command.split()],
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "DSAGEN_CACHE_DIR": str(ROOT / "no-store")},
+        )
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["explain v32_h16 --html /proc/x", "render v32_h16 --out /proc/x", "compile-commands v32_h16 --out /proc/x"],
+)
+def test_an_output_that_cannot_be_written_is_one_kind_of_error(capsys, command):
+    assert main(command.split()) == 3
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ") and "cannot be written" in captured.err
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-"])

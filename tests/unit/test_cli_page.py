@@ -229,5 +229,5 @@ def test_a_page_is_of_the_plans_alone(tmp_path, capsys, options):
 @pytest.mark.parametrize("place", ["missing/page.html", ".", "x" * 5000])
 def test_a_page_that_cannot_be_written_is_bad_input(tmp_path, capsys, monkeypatch, place):
     monkeypatch.chdir(tmp_path)
-    assert main(["explain", "v32_h16", "--html", place]) == 2
+    assert main(["explain", "v32_h16", "--html", place]) == 3
     assert "error: --html" in capsys.readouterr().err

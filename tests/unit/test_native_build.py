@@ -106,7 +106,7 @@ MISSING = [
     (without_headers, ToolchainError, "no Python.h in /nowhere"),
     (without_lock, ToolchainError, "this one has none"),
     (with_bad_flags, BuildError, "the launcher does not compile"),
-    (without_place, StoreError, "the launcher cannot be kept"),
+    (without_place, StoreError, "the launcher is not in the kernel store yet, and no folder of it can be written"),
 ]
 
 
@@ -173,3 +173,11 @@ def test_the_module_is_of_the_limited_api():
     # One file serves every Python from 3.11 on.
     assert "#define Py_LIMITED_API 0x030B0000" in (native.SOURCES / "call.h").read_text()
     assert sys.version_info >= (3, 11)
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:4096], lambda data: b"garbage" * 900, lambda data: b""])
+def test_a_damaged_one_is_made_anew_before_it_is_loaded(store, commands, damage):
+    path = native.built()
+    path.write_bytes(damage(path.read_bytes()))
+    assert native.load_module().Launcher
+    assert len(commands) == 2 and path.with_name(f"{path.name}.broken").is_file()

@@ -51,17 +51,32 @@ def driver(monkeypatch):
         (torch.device("cpu"), r"device 'cpu': expected a CUDA device"),
         ("gpu0", r"device 'gpu0': expected a CUDA device"),
         ("", r"device '': expected a CUDA device"),
+        ("cuda:-1", r"device 'cuda:-1': expected a CUDA device"),
+        (1.5, r"\[T-12\] device 1\.5: expected a CUDA device"),
+        (True, r"device True: expected a CUDA device"),
+        ([], r"device \[\]: expected a CUDA device"),
+        (-1, r"device -1: expected a CUDA device"),
     ],
 )
 def test_an_unknown_device_is_named_whether_or_not_there_is_a_gpu(device, text):
-    with pytest.raises(DeviceError, match=text):
+    with pytest.raises(GuardError, match=text):
         dsagen.load("v32_h16", device=device)
-    with pytest.raises(DeviceError, match=text):
+    with pytest.raises(GuardError, match=text):
         run_check("v32_h16", device=device, record=False)
 
 
+@pytest.mark.parametrize("device", [None, "emulator"])
+@pytest.mark.parametrize("options", [3, "seed", {"seed": 1}, EmulatorOptions, False])
+def test_options_of_another_kind_are_refused(device, options):
+    text = r"\[T-12\] emulator: expected options, found .*: pass dsagen.EmulatorOptions, such as"
+    with pytest.raises(GuardError, match=text):
+        dsagen.load("v32_h16", device=device, emulator=options)
+    with pytest.raises(GuardError, match=text):
+        run_check("v32_h16", device=device, emulator=options, record=False)
+
+
 def test_options_of_the_emulator_need_the_emulator():
-    with pytest.raises(DeviceError, match="emulator: options for device='emulator', but device is 'cuda:0'"):
+    with pytest.raises(GuardError, match="emulator: options for device='emulator', but device is 'cuda:0'"):
         dsagen.load("v32_h16", device="cuda:0", emulator=EmulatorOptions(seed=1))
     with pytest.raises(SpecError, match="arch 'sm_80': only the emulator stands for an arch of choice"):
         run_check("v32_h16", arch="sm_80", record=False)
@@ -140,6 +155,9 @@ def test_knobs_refuse_what_is_no_number(name, value, monkeypatch):
         ({"threads": 0}, r"\[T-12\] threads: 0, expected 1 to 1024"),
         ({"threads": 2.0}, r"\[T-12\] threads: expected a whole number, found 2.0"),
         ({"seed": True}, r"\[T-12\] seed: expected a whole number, found True"),
+        ({"races": 1}, r"\[T-12\] races: expected True or False, found 1"),
+        ({"counters": None}, r"\[T-12\] counters: expected True or False, found None"),
+        ({"observe": 3}, r"\[T-12\] observe: expected a function of an EmulatedLaunch, found 3"),
     ],
 )
 def test_options_outside_their_range_are_refused(options, text):
@@ -152,6 +170,7 @@ def test_options_outside_their_range_are_refused(options, text):
 
 def test_without_a_compiler_loading_says_so(monkeypatch, tmp_path):
     library.load_library.cache_clear()
+    monkeypatch.setenv("DSAGEN_CACHE_DIR", str(tmp_path / "store"))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ToolchainError, match=r"no g\+\+ on PATH: the emulator compiles its machine with it") as raised:
         dsagen.load("v32_h16", device="emulator")
