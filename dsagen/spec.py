@@ -15,7 +15,6 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
@@ -27,7 +26,7 @@ from dsagen.index_format import INDEX_FORMATS
 from dsagen.kv_format import KV_FAMILIES, KV_FORMATS, KvFormat, extra_cache_problem, kv_format
 from dsagen.kv_rule import COPY, WRITE_RULES, write_rule
 from dsagen.model import MODELS, ModelPreset, model_preset
-from dsagen.spec_defaults import CACHE_OP, INDEX_OP, NO_EXTRA_CACHE, READ_BY, SCORES_OPS, complete
+from dsagen.spec_defaults import CACHE_OP, INDEX_OP, NO_EXTRA_CACHE, READ_BY, complete, known_ops
 from dsagen.spec_problems import (
     MAX_HEADS,
     MAX_ROW_ELEMENTS,
@@ -155,7 +154,7 @@ class DeploymentSpec(_Part):
     model: str = Field(json_schema_extra={"enum": list(MODELS)})
     heads: int = Field(ge=1, le=MAX_HEADS, description="query heads on this rank")
     archs: tuple[str, ...] = Field(min_length=1, json_schema_extra={"items": {"enum": list(ARCHS)}})
-    ops: tuple[str, ...] = Field(min_length=1)
+    ops: tuple[str, ...] = Field(min_length=1, json_schema_extra={"items": {"enum": list(known_ops())}})
     kv: KvSpec
     extra_kv: ExtraKvSpec | None
     topk: Capacity = Field(description="capacity of the main cache's index row, in columns")
@@ -202,9 +201,6 @@ class DeploymentSpec(_Part):
     @model_validator(mode="after")
     def _no_contradiction(self) -> Self:
         dims, record = self.dims, self.kv_format
-        if self.scores is not None and not set(SCORES_OPS) & set(self.ops):
-            ops = " or ".join(SCORES_OPS)
-            raise problem(("scores",), f"nothing reads it: add {ops} to ops, or leave it out", self.scores)
         self._check_index()
         if dims.d_v > dims.d_qk:
             raise problem(
@@ -220,18 +216,16 @@ class DeploymentSpec(_Part):
         return self
 
     def _check_index(self) -> None:
-        if (self.index is None) == (INDEX_OP in self.ops):
-            unread = f"nothing reads it: add {INDEX_OP} to ops, or leave it out"
-            raise problem(("index",), "is empty: leave it out" if self.index is None else unread)
+        if self.index is None and INDEX_OP in self.ops:
+            raise problem(("index",), "is empty: leave it out")
         if self.index is not None and self.index.keys not in INDEX_FORMATS:
             raise problem(("index", "keys"), "is no index-key format", self.index.keys, choices=INDEX_FORMATS)
 
     def _check_writes(self) -> None:
         write, extra = self.kv_write, self.extra_kv
-        if (write is None) == (CACHE_OP in self.ops):
-            unread = f"nothing reads it: add {CACHE_OP} to ops, or leave it out"
-            raise problem(("kv_write",), "is empty: leave it out" if write is None else unread)
         if write is None:
+            if CACHE_OP in self.ops:
+                raise problem(("kv_write",), "is empty: leave it out")
             return
         if extra is None and write.extra_rule is not None:
             raise problem(("kv_write", "extra_rule"), "there is no second cache: leave it out", write.extra_rule)
@@ -342,17 +336,10 @@ def json_schema() -> dict[str, Any]:
     schema["$defs"]["DimsSpec"].pop("required")
     schema["required"] = ["model", "heads", "archs", "ops"]
     properties = schema["properties"]
-    properties["ops"]["items"] = {"enum": list(known_ops())}
     properties["kv"] = {"anyOf": [{"$ref": "#/$defs/KvSpec"}, {"enum": _FORMAT_NAMES}]}
     extra = {"enum": [NO_EXTRA_CACHE, *_FORMAT_NAMES]}
     properties["extra_kv"] = {"anyOf": [{"$ref": "#/$defs/ExtraKvSpec"}, extra]}
     return schema
-
-
-def known_ops() -> tuple[str, ...]:
-    """The ops that a spec may ask for: one per family, found by its folder so that a new family touches no list."""
-    folder = Path(__file__).resolve().parent / "families"
-    return tuple(sorted(package.parent.name for package in folder.glob("*/__init__.py")))
 
 
 def _from_source(source: SpecSource, default_name: str | None) -> DeploymentSpec:

@@ -6,6 +6,7 @@ Values of a wrong type pass through untouched, for validation to report.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from dsagen.errors import SpecError
@@ -21,7 +22,7 @@ from dsagen.kv_format import (
 )
 from dsagen.kv_rule import default_rule
 from dsagen.model import MODELS, ModelPreset, model_preset
-from dsagen.spec_problems import MAX_HEADS, problem
+from dsagen.spec_problems import MAX_HEADS, NOTHING, problem
 
 NO_EXTRA_CACHE = "none"
 # The ops that read `scores`, and what it is unless told otherwise.
@@ -34,6 +35,12 @@ DEFAULT_ROWS = "bf16"
 INDEX_OP = "indexer_logits"
 # Keys that are there exactly where one of some ops is.
 READ_BY: Mapping[str, tuple[str, ...]] = {"scores": SCORES_OPS, "kv_write": (CACHE_OP,), "index": (INDEX_OP,)}
+
+
+def known_ops() -> tuple[str, ...]:
+    """The ops that a spec may ask for: one per family, found by its folder so that a new family touches no list."""
+    folder = Path(__file__).resolve().parent / "families"
+    return tuple(sorted(package.parent.name for package in folder.glob("*/__init__.py")))
 
 
 def complete(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -58,6 +65,7 @@ def complete(data: Mapping[str, Any]) -> dict[str, Any]:
             raise problem(("topk",), f"is missing: model {preset.name} has no default capacity, for example 2048")
         full["topk"] = preset.topk
     ops = full.get("ops")
+    _refuse_unread(full, ops)
     if isinstance(ops, list | tuple) and any(op in ops for op in SCORES_OPS):
         full.setdefault("scores", DEFAULT_SCORES)
     if isinstance(ops, list | tuple) and CACHE_OP in ops:
@@ -66,6 +74,17 @@ def complete(data: Mapping[str, Any]) -> dict[str, Any]:
     if (isinstance(ops, list | tuple) and INDEX_OP in ops) or isinstance(full.get("index"), Mapping):
         full["index"] = _complete_index(full.get("index", {}), preset)
     return full
+
+
+def _refuse_unread(full: Mapping[str, Any], ops: Any) -> None:
+    """Refuse a key that no op reads before its values are judged; without good ops there is nothing to say."""
+    known = known_ops()
+    if not isinstance(ops, list | tuple) or not ops or any(op not in known for op in ops):
+        return
+    for key, readers in READ_BY.items():
+        if not set(readers) & set(ops) and full.get(key) is not None:
+            shown = NOTHING if isinstance(full[key], Mapping) else full[key]
+            raise problem((key,), f"nothing reads it: add {' or '.join(readers)} to ops, or leave it out", shown)
 
 
 def _complete_write(value: Any, kv: Any, extra_kv: Any) -> Any:

@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -45,6 +45,8 @@ _RUN_TIME_KEYS = frozenset(
     {"page_size", "page_stride", "block_size", "batch", "batch_size", "s_q", "next_n", "seq_len", "num_pages",
      "sm_scale", "num_splits", "topk_length", "attn_sink"}
 )  # fmt: skip
+# What other stacks call the number of KV heads.
+_KV_HEAD_KEYS = frozenset({"h_kv", "h_k", "kv_heads", "num_kv_heads", "n_kv_heads", "num_key_value_heads"})
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,8 @@ def _describe(detail: ErrorDetails, model: type[BaseModel]) -> Problem:
     if kind == "extra_forbidden":
         return Problem(path, _unknown_key(str(path[-1]), _fields_at(path[:-1], model)))
     if kind == "missing":
-        return Problem(path, f"is missing{_range(_ranged(path), NOTHING)}")
+        choices = _allowed("", _choices_at(path, model))
+        return Problem(path, f"is missing{_range(_ranged(path), NOTHING)}{choices}")
     if _ranged(path) in _RANGES:
         return Problem(path, f"is not allowed{_range(_ranged(path), value)}", value)
     if kind == "literal_error":
@@ -123,11 +126,17 @@ def _describe(detail: ErrorDetails, model: type[BaseModel]) -> Problem:
     if kind == "string_pattern_mismatch":
         return Problem(path, "must be 1 to 64 of A-Z, a-z, 0-9, '_', '.', '-', the first a letter or digit", value)
     if kind == "too_short":
-        return Problem(path, "must list at least one", value)
-    return Problem(path, f"is not allowed: {detail['msg'][:1].lower()}{detail['msg'][1:]}", value)
+        return Problem(path, f"must list at least one{_allowed('', _choices_at(path, model))}", value)
+    choices = _allowed(value, _choices_at(path, model))
+    return Problem(path, f"is not allowed: {detail['msg'][:1].lower()}{detail['msg'][1:]}{choices}", value)
 
 
 def _unknown_key(key: str, fields: tuple[str, ...]) -> str:
+    if key in _KV_HEAD_KEYS:
+        return (
+            "GQA and MHA (h_kv > 1) are not built: a row of a cache serves all query heads, so there is one KV head: "
+            "leave it out"
+        )
     if key in _RUN_TIME_KEYS:
         return "is decided at run time and needs no kernel of its own: leave it out"
     return f"unknown key{_allowed(key, fields)}"
@@ -153,21 +162,43 @@ def _range(key: str, value: Any) -> str:
     text = f": must be an integer of {low} .. {high} ({what})"
     if isinstance(value, int) and not isinstance(value, bool):
         text += f"; the nearest is {min(max(value, low), high)}"
+    if isinstance(value, str) and value.isascii() and value.isdigit() and low <= int(value) <= high:
+        text += f": write {int(value)}"
     return text
 
 
 def _near_literal(value: Any, context: Mapping[str, Any]) -> str:
     choices = [word.strip(" '") for word in str(context["expected"]).replace(" or ", ",").split(",")]
-    near = difflib.get_close_matches(str(value).lower(), choices, n=1, cutoff=0.5)
+    # An infinity by other spellings, .inf of YAML or of Python, has a sign even where none is written.
+    wanted = re.sub(r"^([-+]?)\.?inf(?:inity)?\Z", lambda found: f"{found[1] or '+'}inf", str(value).lower())
+    near = difflib.get_close_matches(wanted, choices, n=1, cutoff=0.5)
     return f" (did you mean {near[0]}?)" if near else ""
+
+
+def _choices_at(path: KeyPath, model: type[BaseModel]) -> tuple[str, ...]:
+    """The words that a key may have, or a list's items; none where any may be."""
+    *outer, last = path
+    field = _part_at(tuple(outer), model).model_fields.get(str(last))
+    if field is None:
+        return ()
+    extra: Any = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+    words = extra.get("enum") or extra.get("items", {}).get("enum")
+    if words is None and get_origin(field.annotation) is Literal:
+        words = get_args(field.annotation)
+    return tuple(str(word) for word in words or ())
 
 
 def _fields_at(path: KeyPath, model: type[BaseModel]) -> tuple[str, ...]:
     """The keys that a mapping at this path may have."""
+    return tuple(_part_at(path, model).model_fields)
+
+
+def _part_at(path: KeyPath, model: type[BaseModel]) -> type[BaseModel]:
+    """The model of a mapping at this path; BaseModel, which has no fields, where there is none."""
     for part in path:
         field = model.model_fields.get(str(part))
         if field is None:
-            return ()
+            return BaseModel
         kinds = (field.annotation, *getattr(field.annotation, "__args__", ()))
         model = next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), BaseModel)
-    return tuple(name for name in model.model_fields)
+    return model

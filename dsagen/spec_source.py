@@ -143,7 +143,8 @@ class _SpecLoader(yaml.SafeLoader):
 
 
 _INT = re.compile(r"-?(?:0|[1-9][0-9]{0,17})\Z", re.ASCII)
-_FLOAT = re.compile(r"-?[0-9]{1,18}(?:\.[0-9]{1,18})?(?:[eE][-+]?[0-9]{1,3})?\Z", re.ASCII)
+# A number with a leading zero is neither: as text a message shows it as it was written.
+_FLOAT = re.compile(r"-?(?:0|[1-9][0-9]{0,17})(?:\.[0-9]{1,18})?(?:[eE][-+]?[0-9]{1,3})?\Z", re.ASCII)
 _TAG = "tag:yaml.org,2002:"
 _SpecLoader.add_implicit_resolver(_TAG + "bool", re.compile(r"(?:true|false)\Z"), list("tf"))
 _SpecLoader.add_implicit_resolver(_TAG + "null", re.compile(r"(?:null|~|)\Z"), ["n", "~", ""])

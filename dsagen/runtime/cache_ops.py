@@ -24,6 +24,7 @@ from dsagen.runtime.kv_cache import (
     bind_write,
     cache_of,
     check_slots,
+    check_table,
     make_out,
     out_arguments,
 )
@@ -113,7 +114,9 @@ class CacheOps(ABC):
           the end of the last, and `rows` in all; token_starts: int32 [requests], the position of a request's first row
         - out: allocated where not given
 
-        A row without a slot in the pool is zeros. Raises as kv_write does.
+        A row without a slot in the pool is zeros; with DSAGEN_CHECK_INDICES slots and pages past it, positions past the
+        table and rows of requests that do not ascend are an error. Rows behind those of the last request and negative
+        slots and pages are padding. Raises as kv_write does.
         """
         if torch.compiler.is_compiling():
             options = {
@@ -145,6 +148,8 @@ class CacheOps(ABC):
         arguments = bind_read(tensors, record, rows, self._driver)
         ordinal = self._ordinal_of(k_cache)
         self._check_slots(ordinal, {"slots": (slots, arguments["pool_tokens"])})
+        if self._checks_values:
+            check_table(tensors, arguments)
         result = make_out(out, int(arguments["rows_count"]), record, k_cache.device)
         call = (*sources, result, extra, rows)
         self._launch_rows("read", extra, ordinal, {**arguments, **out_arguments(result)}, call)

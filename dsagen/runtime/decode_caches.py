@@ -13,7 +13,7 @@ from dsagen.families.sparse_decode.rows import part_segments
 from dsagen.guard import check
 from dsagen.kv_format import CacheTensor, KvFormat
 from dsagen.runtime.blocks import Number
-from dsagen.runtime.tensors import TensorRule, require
+from dsagen.runtime.tensors import TensorRule, require, require_one_kv_head
 
 
 class Pool(NamedTuple):
@@ -90,6 +90,7 @@ def _second_tensor(prefix: str, record: KvFormat, name: str, pool: Pool, kpe_cac
 
 def _checked_pool(name: str, tensor: torch.Tensor, record: KvFormat, rule: CacheTensor) -> Pool:
     columns = f"[pages, page_size, 1, columns of KV format {record.format_id}]"
+    require_one_kv_head(name, tensor)
     require(TensorRule(name, rule.dtypes, columns, (None, None, 1, rule.columns)), tensor)
     pages, page_size = int(tensor.shape[0]), int(tensor.shape[1])
     page_bytes = record.page_bytes(page_size, rule.name)

@@ -11,6 +11,7 @@ import torch
 from dsagen.errors import FrozenError, GuardError
 from dsagen.families.sparse_decode.choice import Candidate, candidates, choose
 from dsagen.families.sparse_decode.op import WORKSPACE_ALIGNMENT_BYTES, DecodeShape
+from dsagen.guard import require_int
 from dsagen.runtime import traced
 from dsagen.runtime.decode_outputs import make_outputs
 from dsagen.runtime.driver import Driver
@@ -305,6 +306,8 @@ class DecodeOps(ABC):
             raise GuardError("[T-09] plan: was not made by these kernels: pass what their plan_sparse_decode returned")
 
     def _shape(self, batch: int, s_q: int, topk: int, extra_topk: int) -> DecodeShape:
+        if require_int("extra_topk", extra_topk) > 0 and self.spec.extra_kv is None:
+            raise GuardError(f"[T-17] extra_topk: {extra_topk}: the spec declares no extra_kv: leave it out")
         return DecodeShape(batch, s_q, self.spec.heads, topk, extra_topk)
 
     def _judge(self, kernels: DeviceKernels, shape: DecodeShape, num_splits: int | None) -> tuple[Candidate, ...]:

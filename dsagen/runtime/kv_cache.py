@@ -12,8 +12,11 @@ from dsagen.errors import GuardError
 from dsagen.families.kv_cache.geometry import ROW_TYPES, other_layout
 from dsagen.families.kv_cache.guards import (
     COUNT_GUARD,
+    PAGE_GUARD,
     POOL_GUARDS,
-    ROW_GUARD,
+    REACH_GUARD,
+    ROW_GUARDS,
+    ROW_STARTS_GUARD,
     SAME_POOL_GUARD,
     SLOT_GUARD,
     TABLE_GUARD,
@@ -29,6 +32,7 @@ from dsagen.runtime.tensors import (
     require_device,
     require_memory,
     require_no_overlap,
+    require_one_kv_head,
     require_plain,
     require_separate_elements,
     span_bytes,
@@ -198,6 +202,49 @@ def check_slots(name: str, slots: torch.Tensor | None, pool_tokens: Number) -> N
         check([SLOT_GUARD], values, name=name, row=row, count=int(bad.sum()))
 
 
+def check_table(t: Tensors, arguments: Mapping[str, Number]) -> None:
+    """Refuse what a read's block table does not give: rows out of order, positions past its columns, absent pages.
+
+    Rows behind the last request's are padding, a negative page is one that was given back. Waits for the device.
+    """
+    if t["block_table"] is None or not arguments["requests"]:
+        return
+    starts, rows = t["row_starts"].long(), int(arguments["rows_count"])
+    least = torch.nn.functional.pad(starts[:-1].cummax(0).values, (1, 0))
+    bad = (starts < least) | (starts > rows)
+    if bool(bad.any()):
+        request = int(bad.nonzero()[0])
+        values = {"row_start": int(starts[request]), "least": int(least[request]), "rows": rows}
+        check([ROW_STARTS_GUARD], values, request=request, count=int(bad.sum()))
+    first = torch.zeros_like(starts[1:]) if t["token_starts"] is None else t["token_starts"].long()
+    _check_reach(starts.diff(), first, arguments)
+    _check_pages(t, starts, first, arguments)
+
+
+def _check_reach(tokens: torch.Tensor, first: torch.Tensor, arguments: Mapping[str, Number]) -> None:
+    columns = int(arguments["table_columns"])
+    # Positions are int32.
+    reach = min(columns * int(arguments["page_size"]), 1 << 31)
+    bad = (tokens > 0) & ((first < 0) | (first + tokens > reach))
+    if bool(bad.any()):
+        request = int(bad.nonzero()[0])
+        values = {"token_start": int(first[request]), "tokens": int(tokens[request]), "reach": reach}
+        check([REACH_GUARD], values, request=request, columns=columns, count=int(bad.sum()))
+
+
+def _check_pages(t: Tensors, starts: torch.Tensor, first: torch.Tensor, arguments: Mapping[str, Number]) -> None:
+    pages = int(t["k_cache"].shape[0])
+    row = torch.arange(int(starts[0]), int(starts[-1]), device=starts.device)
+    request = torch.searchsorted(starts, row, right=True) - 1
+    column = (first[request] + row - starts[request]) // int(arguments["page_size"])
+    named = t["block_table"][request, column]
+    bad = named >= pages
+    if bool(bad.any()):
+        at = int(bad.nonzero()[0])
+        values = {"page": int(named[at]), "pages": pages}
+        check([PAGE_GUARD], values, request=int(request[at]), column=int(column[at]), count=int(bad.sum()))
+
+
 def _require_kinds(t: Tensors, needed: tuple[str, ...], driver: Driver) -> list[tuple[str, Any]]:
     """Plain tensors on one CUDA device, the needed ones among them."""
     given = [(name, tensor) for name, tensor in t.items() if tensor is not None or name in needed]
@@ -247,6 +294,7 @@ def _pool(name: str, tensor: torch.Tensor, record: KvFormat, part: str | None = 
     """The geometry of a pool. Strides of a single page, or of one-token pages, are what they would be."""
     rule = record.cache_tensor(part)
     columns = f"[pages, page_size, 1, columns of KV format {record.format_id}]"
+    require_one_kv_head(name, tensor)
     require(TensorRule(name, rule.dtypes, columns, (None, None, 1, rule.columns)), tensor)
     pages, page_size = int(tensor.shape[0]), int(tensor.shape[1])
     page_bytes = record.page_bytes(page_size, rule.name)
@@ -322,4 +370,4 @@ def _row_stride(tensor: torch.Tensor) -> int:
 def _require_rows(name: str, tensor: torch.Tensor) -> None:
     check([COUNT_GUARD], {"rows": int(tensor.shape[0])}, name=name)
     stride = _row_stride(tensor) * tensor.element_size()
-    check([ROW_GUARD], {"address": tensor.data_ptr(), "row_stride_bytes": stride}, name=name)
+    check(ROW_GUARDS, {"address": tensor.data_ptr(), "row_stride_bytes": stride}, name=name)

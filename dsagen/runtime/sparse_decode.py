@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, NoReturn, SupportsIndex
 import torch
 
 from dsagen.errors import DeviceError, DsagenError, GuardError
-from dsagen.families.sparse_decode.choice import TENSOR_GUARDS
+from dsagen.families.sparse_decode.choice import TENSOR_GUARDS, TENSOR_NAMES, check_columns
 from dsagen.families.sparse_decode.guards import INDEX_GUARD, LENGTH_GUARD, WORKSPACE_GUARD
 from dsagen.families.sparse_decode.op import WORKSPACE_ALIGNMENT_BYTES, DecodePartition
 from dsagen.families.sparse_decode.rows import part_segments
@@ -140,6 +140,7 @@ class DecodeBinder:
         pool = pool_arguments("", fmt, t.k_cache, t.kpe_cache)
         _require_length("topk_length", t.topk_length, batch, s_q)
         extra = self._extra_arguments(t, batch, s_q)
+        check_columns((topk, int(extra.get("extra_topk", 0))), (spec.topk, spec.extra_topk), TENSOR_NAMES)
         _require_optional(t, batch, s_q, heads, fmt.d_v)
 
         lists = {**_query_strides(t), **_list_strides("", t.indices, t.topk_length)}

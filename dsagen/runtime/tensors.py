@@ -109,6 +109,15 @@ def require(rule: TensorRule, tensor: torch.Tensor) -> None:
         )
 
 
+def require_one_kv_head(name: str, cache: torch.Tensor) -> None:
+    """Refuse a cache [pages, page_size, KV heads, columns] with several KV heads."""
+    if cache.dim() == 4 and cache.shape[2] > 1:
+        raise GuardError(
+            f"[T-06] {name}: {cache.shape[2]} KV heads, expected 1: GQA and MHA (h_kv > 1) are not built, a row of a "
+            "cache serves all query heads: pass a cache [pages, page_size, 1, columns]"
+        )
+
+
 def expected_shape(rule: TensorRule) -> str:
     """The shape that a rule asks for, such as `[batch, s_q, heads, d_qk] = (*, *, 16, 576)`."""
     sizes = ", ".join("*" if size is None else str(size) for size in rule.shape)

@@ -8,7 +8,14 @@ import torch
 
 from dsagen.division import page_divisor
 from dsagen.errors import GuardError
-from dsagen.families.topk.guards import PAGE_GUARD, TABLE_GUARD, WINDOW_GUARD
+from dsagen.families.topk.guards import (
+    ID_GUARD,
+    PAGE_GUARD,
+    TABLE_GUARD,
+    TABLE_REACH_GUARD,
+    TABLE_ROW_GUARD,
+    WINDOW_GUARD,
+)
 from dsagen.families.topk.op import CANDIDATE_BLOCK, SIZE_GUARDS, TopkShape, most_lead
 from dsagen.guard import check, require_int
 from dsagen.runtime.blocks import Number
@@ -47,9 +54,10 @@ class TopkTensors(NamedTuple):
     raw: torch.Tensor | None = None
     counts: torch.Tensor | None = None
 
-    def given(self) -> list[tuple[str, Any]]:
-        """Name and tensor of those that the call brings; scores always."""
-        pairs = zip(self._fields, self, strict=True)
+    def given(self, table_name: str = "page_table") -> list[tuple[str, Any]]:
+        """Name and tensor of those that the call brings, the table by the name that it was given by; scores always."""
+        names = (table_name if name == "page_table" else name for name in self._fields)
+        pairs = zip(names, self, strict=True)
         return [(name, tensor) for name, tensor in pairs if tensor is not None or name == "scores"]
 
 
@@ -72,6 +80,8 @@ class TopkOptions(NamedTuple):
     page_size: int
     drop_neg_inf: bool
     ordered: bool = True
+    # Under which of its names the call has a table.
+    table_name: str = "page_table"
 
 
 def table_and_page_size(
@@ -92,10 +102,11 @@ def table_and_page_size(
 
 def bind(t: TopkTensors, options: TopkOptions, spec: DeploymentSpec, driver: Driver) -> dict[str, Number]:
     """The arguments of a call but for the outputs' addresses; GuardError for the first thing that does not fit."""
-    for name, tensor in t.given():
+    given = t.given(options.table_name)
+    for name, tensor in given:
         require_plain(name, tensor)
     require_served("scores", t.scores, driver)
-    for name, tensor in t.given():
+    for name, tensor in given:
         require_device(name, tensor, t.scores.device, "scores")
         require_memory(name, tensor)
     assert spec.scores is not None
@@ -103,8 +114,8 @@ def bind(t: TopkTensors, options: TopkOptions, spec: DeploymentSpec, driver: Dri
     rows, width = (int(size) for size in t.scores.shape)
     check(SIZE_GUARDS, shape_of(t, options.k, spec).values)
     check([PAGE_GUARD], {"page_size": options.page_size})
-    _require_rest(t, rows, options.k)
-    require_no_overlap(_OUTPUTS, t.given(), {name: span_bytes(tensor) for name, tensor in t.given()})
+    _require_rest(t, rows, options)
+    require_no_overlap(_OUTPUTS, given, {name: span_bytes(tensor) for name, tensor in given})
     multiplier, shift = page_divisor(options.page_size)
     return {
         "rows": rows,
@@ -184,7 +195,63 @@ def check_windows(t: TopkTensors) -> None:
         check([WINDOW_GUARD], values, row=row, count=int(bad.sum()))
 
 
-def _require_rest(t: TopkTensors, rows: int, k: int) -> None:
+def check_tables(t: TopkTensors, options: TopkOptions) -> None:
+    """Refuse ids that tables and offsets would not give, of whatever element is selected. Waits for the device.
+
+    Rows without elements read no table, and a negative page is padding, whose ids are -1. Windows were checked.
+    """
+    rows, width = t.scores.shape
+    lengths = torch.full((rows,), width, dtype=torch.int64, device=t.scores.device)
+    if t.starts is not None:
+        lengths -= t.starts.long()
+    if t.lengths is not None:
+        lengths = t.lengths.long().clamp(min=0)
+    if t.page_table is None:
+        most, least = lengths - 1, torch.zeros_like(lengths)
+    else:
+        least, most = _table_ids(t, options, lengths)
+    if t.offsets is not None:
+        least, most = least + t.offsets.long(), most + t.offsets.long()
+    # Without an element, or with padding alone, most is below least.
+    name = "offsets" if t.page_table is None else options.table_name
+    bad = (most >= least) & ((least < 0) | (most >= 1 << 31))
+    if bool(bad.any()):
+        row = int(bad.nonzero()[0])
+        values = {"least": int(least[row]), "most": int(most[row])}
+        check([ID_GUARD], values, name=name, row=row, count=int(bad.sum()))
+
+
+def _table_ids(t: TopkTensors, options: TopkOptions, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The least and the largest id of each row's window, before offsets; GuardError for what its table has not."""
+    assert t.page_table is not None
+    (tables, columns), device, size = t.page_table.shape, t.scores.device, options.page_size
+    live = lengths > 0
+    table = torch.arange(lengths.numel(), device=device) if t.table_of_row is None else t.table_of_row.long()
+    bad = live & ((table < 0) | (table >= tables))
+    if bool(bad.any()):
+        row = int(bad.nonzero()[0])
+        check([TABLE_ROW_GUARD], {"table_row": int(table[row]), "tables": tables}, row=row, count=int(bad.sum()))
+    first = torch.zeros_like(lengths) if t.table_starts is None else t.table_starts.long()
+    entries = (lengths + size - 1) // size
+    bad = live & ((first < 0) | (first + entries > columns))
+    if bool(bad.any()):
+        row = int(bad.nonzero()[0])
+        values = {"start": int(first[row]), "entries": int(entries[row]), "columns": columns}
+        check([TABLE_REACH_GUARD], values, name=options.table_name, row=row, count=int(bad.sum()))
+    least, most = torch.full_like(lengths, 1 << 62), torch.full_like(lengths, -1)
+    if not bool(live.any()):
+        return least, most
+    pages = t.page_table.long()[torch.where(live, table, 0)]
+    entry = torch.arange(columns, device=device) - first[:, None]
+    read = (entry >= 0) & (entry < torch.where(live, entries, 0)[:, None]) & (pages >= 0)
+    # The last page of a window may not be read to its end.
+    slots = (lengths[:, None] - entry * size).clamp(max=size)
+    least = torch.where(read, pages * size, least[:, None]).amin(1)
+    return least, torch.where(read, pages * size + slots - 1, most[:, None]).amax(1)
+
+
+def _require_rest(t: TopkTensors, rows: int, options: TopkOptions) -> None:
+    k = options.k
     for name in _PER_ROW:
         tensor = getattr(t, name)
         if tensor is not None:
@@ -193,8 +260,11 @@ def _require_rest(t: TopkTensors, rows: int, k: int) -> None:
         # A row without a table of its own would read another's.
         table_rows = rows if t.table_of_row is None else None
         layout = "[rows, pages]" if t.table_of_row is None else "[tables, pages]"
-        require(TensorRule("page_table", ("int32",), layout, (table_rows, None)), t.page_table)
-        check([TABLE_GUARD], {"table_rows": t.page_table.shape[0], "table_columns": t.page_table.shape[1]})
+        if options.table_name == "candidate_blocks":
+            layout = "[rows, blocks]"
+        require(TensorRule(options.table_name, ("int32",), layout, (table_rows, None)), t.page_table)
+        sizes = {"table_rows": t.page_table.shape[0], "table_columns": t.page_table.shape[1]}
+        check([TABLE_GUARD], sizes, name=options.table_name)
     for name, tensor, layout, shape in (
         ("out", t.out, "[rows, k]", (rows, k)),
         ("raw", t.raw, "[rows, k]", (rows, k)),

@@ -22,6 +22,7 @@ from dsagen.runtime.topk import (
     TopkOptions,
     TopkTensors,
     bind,
+    check_tables,
     check_windows,
     make_output,
     new_output,
@@ -98,7 +99,8 @@ class TopkOps(ABC):
 
         - scores: [rows, width] of the spec's dtype, last dim contiguous, rows anywhere
         - lengths, starts: int32 [rows], the window of each row; indices count from its start. A window is bounded to
-          its row, a negative length is 0; with DSAGEN_CHECK_INDICES windows that leave the row are an error
+          its row, a negative length is 0; with DSAGEN_CHECK_INDICES windows that leave the row are an error, and so
+          are tables and offsets that have no id for some element of a window (a negative page is padding)
         - page_table: int32 [rows, pages], or [tables, pages] with table_of_row; an index becomes
           page_table[table, table_start + index // page_size] x page_size + index % page_size
         - page_size (1 by default), table_of_row and table_starts (int32 [rows]) go with page_table
@@ -141,18 +143,20 @@ class TopkOps(ABC):
         table, tokens = table_and_page_size(page_table, candidate_blocks, page_size, with_table)
         tensors = TopkTensors(scores, lengths, starts, table, table_of_row, table_starts, offsets, out, raw, counts)
         ordered = require_determinism(determinism)
-        options = TopkOptions(require_int("k", k), tokens, require_bool("drop_neg_inf", drop_neg_inf), ordered)
+        name = "page_table" if candidate_blocks is None else "candidate_blocks"
+        options = TopkOptions(require_int("k", k), tokens, require_bool("drop_neg_inf", drop_neg_inf), ordered, name)
         arguments = bind(tensors, options, self.spec, self._driver)
         ordinal = self._driver.ordinal(scores.device)
         assert ordinal is not None
         if self._checks_values:
             self._refuse_capture(ordinal)
             check_windows(tensors)
+            check_tables(tensors, options)
         rows = int(scores.shape[0])
         if plan is not None:
             self._require_own_topk(plan)
             plan.require_shape(rows, int(scores.shape[1]), k, scores.device)
-            plan.require_apart(tensors.given())
+            plan.require_apart(tensors.given(name))
         result = make_output(tensors, k)
         if rows:
             stream = self._driver.current_stream(ordinal)

@@ -105,6 +105,31 @@ def test_e4m3_values_times_powers_of_two(arch: str) -> None:
     same(found[scales], np.stack((want, want), -1)[scales])
 
 
+@pytest.mark.parametrize(("heads", "least", "end"), [(64, 0, 195), (40, 0, 195), (32, 1, 255), (8, 1, 255)])
+def test_where_the_scales_of_e4m3_values_end(heads: int, least: int, end: int) -> None:
+    """By the kernel's own factors. Beyond 32 heads they carry 2^60 of the 2^120 that values lack, which bf16 holds
+    up to a scale of 2^67: from 2^68 on values are wrong. Up to 32 heads they go to the probabilities, any of bf16.
+    """
+    prelude = '#include "prims/kv/fp8_ue8m0_scale.cuh"\n' + ROW.format(group=32, heads=heads)
+    statement = f"""
+        using Values = kv::Fp8Ue8m0Scale<Row>::Values<64, {heads // 8}>;
+        alignas(Values) unsigned char raw[sizeof(Values)];
+        Values& values = reinterpret_cast<Values&>(raw);
+        values.scale[0] = s | s << 16;
+        x = values.factors(0, 0);
+    """
+    code = np.array([0x38], np.uint32)
+    factors = bf16(words(prelude, statement, code, 256))[:, 0, 0]
+    carried = 2.0**60 if heads > 32 else 1.0
+    right = values(UE8M0) * carried == factors
+    assert right[least:end].all() and not right[end:].any()
+    assert right[127 - 66 : 127 + 50 + 1].all()  # the declared range
+    if heads > 32:
+        # First infinity, then the exponent's carry is a sign over next to nothing.
+        assert np.isinf(factors[195])
+        assert (np.signbit(factors[196:]) & (np.abs(factors[196:]) < 1)).all()
+
+
 def nibbles(code: np.ndarray) -> np.ndarray:
     """Words whose nibble i is code + i, modulo 16."""
     word = np.zeros_like(code)

@@ -88,6 +88,7 @@ TRIPS: dict[str, dict[str, Trip]] = {
             "the spec",
             "(1 <= topk && topk <= topk_capacity)",
             {"topk": 2048},
+            {"name": "indices"},
         ),
         "SD-07": Trip(
             {"heads": 64, "spec_heads": 16},
@@ -118,9 +119,17 @@ TRIPS: dict[str, dict[str, Trip]] = {
         ),
         "SD-11": Trip(
             {**POOL, "page_stride_bytes": 41992},
-            "[SD-11] k_cache: base address 0x100 and page stride 41992 B must be multiples of 16 B: pad the pages",
-            "((page_stride_bytes % 16) == 0 && (address % 16) == 0)",
+            "[SD-11] k_cache: page stride 41992 B is no multiple of 16 B: pad the pages",
+            "(page_stride_bytes % 16) == 0",
             {"page_stride_bytes": 41984},
+            {"name": "k_cache"},
+        ),
+        "SD-24": Trip(
+            {**POOL, "address": 264},
+            "[SD-24] k_cache: base address 0x108 is no multiple of 16 B: pass a cache that begins at one: an "
+            "allocation does, a view into it may not",
+            "(address % 16) == 0",
+            {"address": 256},
             {"name": "k_cache"},
         ),
         "SD-12": Trip(
@@ -134,16 +143,17 @@ TRIPS: dict[str, dict[str, Trip]] = {
         "SD-18": Trip(
             {"d_qk": 640, "d_v": 576},
             "[SD-18] rows of d_qk 640 and d_v 576: d_qk must be a multiple of 64, and d_v, which is dealt to warps, "
-            "one of 128 up to 512: split wider values over several calls",
+            "128, 256, 384 or 512: no kernel takes other widths",
             "((d_qk % 64) == 0 && (d_v % 128) == 0 && d_v <= 512)",
             {"d_v": 512},
         ),
         "SD-16": Trip(
             {"extra_topk": 513, "extra_topk_capacity": 512},
-            "[SD-16] extra_indices: 513 columns, the spec declares extra_kv.topk 512: pass at most 512 columns or "
+            "[SD-16] extra_indices: 513 columns, the spec declares extra_kv.topk 512: pass 0..512 columns or "
             "raise it in the spec (without extra_kv there are 0)",
             "(0 <= extra_topk && extra_topk <= extra_topk_capacity)",
             {"extra_topk": 512},
+            {"name": "extra_indices"},
         ),
         "SD-17": Trip(
             {"pages": 3, "page_size": 64, "other_pages": 4, "other_page_size": 64},
@@ -154,17 +164,29 @@ TRIPS: dict[str, dict[str, Trip]] = {
         ),
         "SD-13": Trip(
             {**STRIDES, "q_stride_h": 580},
-            "[SD-13] q: address 0x20 and strides (576, 576, 580) elements: rows must start at multiples of 16 B, so "
-            "strides must be multiples of 8 elements",
-            "((q_address % 16) == 0 && (q_stride_b % 8) == 0 && (q_stride_s % 8) == 0 && (q_stride_h % 8) == 0)",
+            "[SD-13] q: strides (576, 576, 580) elements: rows must start at multiples of 16 B, so strides must be "
+            "multiples of 8 elements: pass q.contiguous(), or pad its rows",
+            "((q_stride_b % 8) == 0 && (q_stride_s % 8) == 0 && (q_stride_h % 8) == 0)",
             {"q_stride_h": 584},
+        ),
+        "SD-25": Trip(
+            {**STRIDES, "q_address": 0x28},
+            "[SD-25] q: address 0x28 is no multiple of 16 B: pass a tensor that begins at one, such as q.clone()",
+            "(q_address % 16) == 0",
+            {"q_address": 0x20},
         ),
         "SD-14": Trip(
             {**OUT, "out_stride_b": 513},
-            "[SD-14] out: address 0x20 and strides (513, 512, 512) elements: rows must start at multiples of 4 B, so "
-            "strides must be even",
-            "((out_address % 4) == 0 && (out_stride_b % 2) == 0 && (out_stride_s % 2) == 0 && (out_stride_h % 2) == 0)",
+            "[SD-14] out: strides (513, 512, 512) elements: rows must start at multiples of 4 B, so strides must be "
+            "even: pad its rows, or leave it out",
+            "((out_stride_b % 2) == 0 && (out_stride_s % 2) == 0 && (out_stride_h % 2) == 0)",
             {"out_stride_b": 514},
+        ),
+        "SD-26": Trip(
+            {**OUT, "out_address": 0x22},
+            "[SD-26] out: address 0x22 is no multiple of 4 B: pass a tensor that begins at one, or leave it out",
+            "(out_address % 4) == 0",
+            {"out_address": 0x24},
         ),
         "SD-15": Trip(
             {"moved_registers": 65537, "compiled_registers": 65536},
@@ -175,15 +197,15 @@ TRIPS: dict[str, dict[str, Trip]] = {
         ),
         "SD-00": Trip(
             {"size": -1, "least": 0},
-            "[SD-00] batch: -1 is outside 0..2147483647",
+            "[SD-00] batch: -1 is outside 0..2147483647: pass how many requests a call has",
             "(least <= size && size <= 2147483647)",
             {"size": 0},
-            {"name": "batch"},
+            {"name": "batch", "meaning": "how many requests a call has"},
         ),
         "SD-23": Trip(
             {"workspace_bytes": 512, "workspace_address": 0x110, "needed_bytes": 512},
             "[SD-23] workspace: 512 B at 0x110, the plan needs 512 B at a multiple of 256 B: "
-            "sparse_decode_workspace_bytes() tells the size",
+            "pass what sparse_decode_workspace_bytes tells, from where an allocation begins, or none",
             "(workspace_bytes >= needed_bytes && (workspace_address % 256) == 0)",
             {"workspace_address": 0x100},
         ),
@@ -303,7 +325,7 @@ TRIPS: dict[str, dict[str, Trip]] = {
         ),
         "TK-07": Trip(
             {"page_size": 0},
-            "[TK-07] page_size: 0 is outside 1..1073741824",
+            "[TK-07] page_size: 0 is outside 1..1073741824: pass how many indices an entry of page_table stands for",
             "(1 <= page_size && page_size <= 1073741824)",
             {"page_size": 1},
         ),
@@ -312,6 +334,7 @@ TRIPS: dict[str, dict[str, Trip]] = {
             "[TK-08] page_table: 2 rows of 2147483648 columns exceed 2147483647: pass a smaller table",
             "(table_rows <= 2147483647 && table_columns <= 2147483647)",
             {"table_columns": 2**31 - 1},
+            {"name": "page_table"},
         ),
         "TK-09": Trip(
             {"start": 3, "length": 8, "width": 10},
@@ -319,6 +342,29 @@ TRIPS: dict[str, dict[str, Trip]] = {
             "(0 <= start && start <= width && length <= (width - start))",
             {"length": 7},
             {"row": 5, "count": 2},
+        ),
+        "TK-20": Trip(
+            {"table_row": 7, "tables": 7},
+            "[TK-20] table_of_row[2] = 7: page_table has 7 rows, so they are below 7 and not negative (3 outside)",
+            "(0 <= table_row && table_row < tables)",
+            {"table_row": 6},
+            {"row": 2, "count": 3},
+        ),
+        "TK-21": Trip(
+            {"start": 2, "entries": 8, "columns": 9},
+            "[TK-21] candidate_blocks: row 1 reads 8 entries from column 2 (table_starts), and a row of it has 9: pass "
+            "a wider one or shorter windows (1 rows do)",
+            "(0 <= start && (start + entries) <= columns)",
+            {"start": 1},
+            {"name": "candidate_blocks", "row": 1, "count": 1},
+        ),
+        "TK-22": Trip(
+            {"least": 0, "most": 2**31},
+            "[TK-22] page_table: ids of row 4 may be 0..2147483648, outside 0..2147483647, what int32 holds: pass "
+            "smaller pages or other offsets (1 rows outside)",
+            "(0 <= least && most <= 2147483647)",
+            {"most": 2**31 - 1},
+            {"name": "page_table", "row": 4, "count": 1},
         ),
         "TK-14": Trip(
             {"width": 32766, "lead": 3, "row_scores": 32768},
@@ -336,7 +382,7 @@ TRIPS: dict[str, dict[str, Trip]] = {
         "TK-17": Trip(
             {"workspace_bytes": 4096, "workspace_address": 0x108, "needed_bytes": 4096},
             "[TK-17] workspace: 4096 B at 0x108, the plan needs 4096 B at a multiple of 16: pass what "
-            "topk_workspace_bytes tells, or none",
+            "topk_workspace_bytes tells, from where an allocation begins, or none",
             "(needed_bytes <= workspace_bytes && (workspace_address % 16) == 0)",
             {"workspace_address": 0x110},
         ),

@@ -53,9 +53,17 @@ KV_CACHE_TRIPS = {
     ),
     "KV-06": (
         {**POOL, "page_stride_bytes": 33800},
-        "[KV-06] k_cache: base address 0x100 and page stride 33800 B must be multiples of 16 B: pad the pages",
-        "((address % 16) == 0 && (page_stride_bytes % 16) == 0)",
+        "[KV-06] k_cache: page stride 33800 B is no multiple of 16 B: pad the pages",
+        "(page_stride_bytes % 16) == 0",
         {"page_stride_bytes": 33808},
+        NAMED,
+    ),
+    "KV-12": (
+        {**POOL, "address": 264},
+        "[KV-12] k_cache: base address 0x108 is no multiple of 16 B: pass a cache that begins at one: an allocation "
+        "does, a view into it may not",
+        "(address % 16) == 0",
+        {"address": 256},
         NAMED,
     ),
     "KV-07": (
@@ -68,10 +76,42 @@ KV_CACHE_TRIPS = {
     ),
     "KV-08": (
         {"address": 256, "row_stride_bytes": 1160},
-        "[KV-08] rows: address 0x100 and row stride 1160 B: rows must start at multiples of 16 B",
-        "((address % 16) == 0 && (row_stride_bytes % 16) == 0)",
+        "[KV-08] rows: row stride 1160 B is no multiple of 16 B: pad the rows",
+        "(row_stride_bytes % 16) == 0",
         {"row_stride_bytes": 1152},
         {"name": "rows"},
+    ),
+    "KV-13": (
+        {"address": 264, "row_stride_bytes": 1152},
+        "[KV-13] rows: address 0x108 is no multiple of 16 B: pass a tensor that begins at one: an allocation does, a "
+        "view into it may not",
+        "(address % 16) == 0",
+        {"address": 256},
+        {"name": "rows"},
+    ),
+    "KV-14": (
+        {"row_start": 3, "least": 4, "rows": 9},
+        "[KV-14] row_starts[2] = 3: the first rows of requests ascend from 0 to at most the call's 9 rows, so it is "
+        "4..9 (1 outside)",
+        "(least <= row_start && row_start <= rows)",
+        {"row_start": 4},
+        {"request": 2, "count": 1},
+    ),
+    "KV-15": (
+        {"token_start": 60, "tokens": 5, "reach": 64},
+        "[KV-15] block_table: request 1 reads 5 tokens from position 60 (token_starts), outside of its 4 pages, which "
+        "hold 64 tokens: pass a wider table or fewer rows (2 requests do)",
+        "(0 <= token_start && (token_start + tokens) <= reach)",
+        {"tokens": 4},
+        {"request": 1, "columns": 4, "count": 2},
+    ),
+    "KV-16": (
+        {"page": 3, "pages": 3},
+        "[KV-16] block_table[1, 0] = 3: the cache has 3 pages, so pages are below 3, or negative for one that was "
+        "given back (2 rows read past it)",
+        "page < pages",
+        {"page": 2},
+        {"request": 1, "column": 0, "count": 2},
     ),
     "KV-09": (
         {"requests": 2**31 - 1, "columns": 4},

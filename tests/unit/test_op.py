@@ -164,7 +164,7 @@ def judge(batch=1, topk=2048, num_splits=None, plans=(PLAN,)):
 
 def test_choice_refuses_what_the_guards_refuse():
     assert choose(judge()).plan is PLAN
-    with pytest.raises(GuardError, match=r"^\[SD-06\] indices: 4096 columns, the spec declares topk 2048"):
+    with pytest.raises(GuardError, match=r"^\[SD-06\] topk: 4096 columns, the spec declares topk 2048"):
         choose(judge(topk=4096))
     with pytest.raises(GuardError, match=r"^\[SD-04\] num_splits 64: .*Use num_splits <= "):
         choose(judge(topk=130, num_splits=64))

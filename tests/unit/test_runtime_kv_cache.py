@@ -50,6 +50,13 @@ def cache(*args, **options):
     return tensor
 
 
+def off_by_8():
+    """A pool that begins 8 B behind a multiple of 16."""
+    raw = torch.zeros(PAGES * PAGE * 528 + 32, dtype=torch.uint8)
+    first = 8 - raw.data_ptr() % 16
+    return raw[first % 16 :][: PAGES * PAGE * 528].view(PAGES, PAGE, 1, 528)
+
+
 def rows(width=512, count=ROWS, dtype=torch.bfloat16):
     return torch.zeros(count, width, dtype=dtype)
 
@@ -166,18 +173,20 @@ WRONG_WRITES = [
     ({"rows": rows(dtype=torch.float32)}, "[T-04] rows: dtype float32, expected bfloat16 for [rows, d_qk]"),
     ({"rows": rows(576)}, "[T-06] rows: shape (6, 576), expected [rows, d_qk] = (*, 512)"),
     ({"rows": rows()[0]}, "[T-05] rows: 1 dims (512,), expected 2"),
-    ({"rows": OFF[:, 4:516]}, "[KV-08] rows: address 0x"),
-    ({"rows": torch.zeros(ROWS, 516, dtype=torch.bfloat16)[:, :512]}, "[KV-08] rows: address 0x"),
+    ({"rows": OFF[:, 4:516]}, "[KV-13] rows: address 0x"),
+    ({"rows": torch.zeros(ROWS, 516, dtype=torch.bfloat16)[:, :512]}, "[KV-08] rows: row stride 1032 B"),
     ({"slots": slots().int()[:5]}, "[T-06] slots: shape (5,), expected [rows] = (6,)"),
     ({"slots": slots().float()}, "[T-04] slots: dtype float32, expected int32 or int64 for [rows]"),
     ({"slots": slots(2 * ROWS)[::2]}, "[T-07] slots: last dim has stride 2"),
     ({"k_pe": torch.zeros(ROWS, 64, dtype=torch.bfloat16)}, "[T-06] rows: shape (6, 512), expected [rows, d_nope]"),
     ({"rows": rows(448), "k_pe": rows(63)}, "[T-06] k_pe: shape (6, 63), expected [rows, d_rope] = (6, 64)"),
-    ({"rows": rows(448), "k_pe": OFF[:, 4:68]}, "[KV-08] k_pe: address 0x"),
+    ({"rows": rows(448), "k_pe": OFF[:, 4:68]}, "[KV-13] k_pe: address 0x"),
     ({"k_cache": cache("v41_fp4_interleaved")}, "[T-0"),
     ({"k_cache": cache()[:, :, 0]}, "[T-05] k_cache: 3 dims"),
     ({"k_cache": cache()[:, :4]}, None),
-    ({"k_cache": cache(extra_bytes=8)}, "[KV-06] k_cache: base address 0x"),
+    ({"k_cache": cache(extra_bytes=8)}, "[KV-06] k_cache: page stride 2648 B"),
+    ({"k_cache": off_by_8()}, "[KV-12] k_cache: base address 0x"),
+    ({"k_cache": cache().expand(-1, -1, 4, -1)}, "[T-06] k_cache: 4 KV heads, expected 1: GQA and MHA"),
     ({"k_cache": cache()[:0]}, "[KV-04] k_cache: 0 pages of 5 tokens"),
     ({"k_cache": cache()[:1].expand(3, 5, 1, 528)}, "[KV-07] k_cache: row stride 528 B and page stride 0 B do not"),
     ({"k_cache": cache()[:, ::2]}, "[KV-07] k_cache: row stride 1056 B"),
@@ -212,7 +221,7 @@ WRONG_READS = [
     ({"slots": slots(), "out": rows(dtype=torch.float32)}, "[T-04] out: dtype float32, expected bfloat16"),
     ({"slots": slots(), "out": rows(count=5)}, "[T-06] out: shape (5, 512), expected [rows, d_qk] = (6, 512)"),
     ({"slots": slots(), "out": rows(count=1).expand(6, 512)}, "[T-08] out: strides (0, 1) of shape (6, 512) let"),
-    ({"slots": slots(), "out": OFF[:, 4:516]}, "[KV-08] out: address 0x"),
+    ({"slots": slots(), "out": OFF[:, 4:516]}, "[KV-13] out: address 0x"),
 ]  # fmt: skip
 
 
@@ -330,3 +339,51 @@ def test_explain_tells_kernels_grid_and_floor(kernels):
     assert "[KV-07] row_stride_bytes == logical_stride_bytes" in text
     refused = kernels.explain("kv_cache", batch=2**31)
     assert "refuses" in refused and "grid:" not in refused
+
+
+def table_read(**changes):
+    """Three requests over pools of 3 pages of 5 tokens: 4 tokens from position 3, none, and 2 from 0."""
+    given = {
+        "block_table": torch.tensor([[0, 2], [99, 99], [1, -1]]),
+        "row_starts": torch.tensor([0, 4, 4, 6]),
+        "token_starts": torch.tensor([3, -7, 0]),
+    }
+    return {name: tensor.int() for name, tensor in {**given, **changes}.items()}
+
+
+BAD_TABLES = [
+    ({"row_starts": torch.tensor([-1, 4, 4, 6])}, "[KV-14] row_starts[0] = -1: ", "so it is 0..6 (1 outside)"),
+    ({"row_starts": torch.tensor([0, 4, 3, 6])}, "[KV-14] row_starts[2] = 3: ", "so it is 4..6 (1 outside)"),
+    ({"row_starts": torch.tensor([0, 4, 4, 7])}, "[KV-14] row_starts[3] = 7: ", "so it is 4..6 (1 outside)"),
+    ({"token_starts": torch.tensor([-1, 0, 0])}, "[KV-15] block_table: request 0 reads 4 tokens from position -1 ", ""),
+    ({"token_starts": torch.tensor([7, 0, 0])}, "[KV-15] block_table: request 0 reads 4 tokens from position 7 ", ""),
+    ({"block_table": torch.zeros(3, 0)}, "[KV-15] ", "0 pages, which hold 0 tokens: pass a wider table or fewer rows"),
+    ({"block_table": torch.tensor([[0, 3], [0, 0], [1, 1]])}, "[KV-16] block_table[0, 1] = 3: ", "(2 rows read past"),
+    ({"block_table": torch.tensor([[0, 0], [0, 0], [9, 9]])}, "[KV-16] block_table[2, 0] = 9: ", "(2 rows read past"),
+]
+
+
+@pytest.mark.parametrize(("changes", "start", "part"), BAD_TABLES, ids=[start for _, start, _ in BAD_TABLES])
+def test_a_block_table_out_of_range_is_an_error_when_asked_for(monkeypatch, changes, start, part):
+    given = table_read(**changes)
+    make()[1].kv_read(cache(), rows=ROWS, **given)
+    monkeypatch.setenv("DSAGEN_CHECK_INDICES", "1")
+    driver, kernels = make()
+    with pytest.raises(GuardError) as caught:
+        kernels.kv_read(cache(), rows=ROWS, **given)
+    assert str(caught.value).startswith(start) and part in str(caught.value)
+    assert not driver.launches
+
+
+def test_padding_of_a_block_table_passes_the_check(monkeypatch):
+    monkeypatch.setenv("DSAGEN_CHECK_INDICES", "1")
+    driver, kernels = make()
+    kernels.kv_read(cache(), rows=ROWS, **table_read())  # the empty request's page and start are not read
+    kernels.kv_read(cache(), rows=ROWS + 3, **table_read())  # rows behind the last request
+    kernels.kv_read(cache(), rows=ROWS, **table_read(block_table=torch.tensor([[0, -1], [0, 0], [-5, 0]])))
+    kernels.kv_read(cache(), rows=ROWS, **table_read(token_starts=torch.tensor([6, 0, 8])))  # to the table's last token
+    given = table_read()
+    kernels.kv_read(cache(), rows=ROWS, block_table=given["block_table"], row_starts=given["row_starts"])
+    none = torch.zeros(0, 2, dtype=torch.int32)
+    kernels.kv_read(cache(), rows=ROWS, block_table=none, row_starts=torch.zeros(1, dtype=torch.int32))
+    assert len(driver.launches) == 6

@@ -83,7 +83,11 @@ WRONG = [
         lambda t: t[..., :528],
         "[T-06] k_cache: shape (4, 16, 1, 528), expected [pages, page_size, 1, columns of",
     ),
-    ("k_cache", lambda t: t.expand(-1, -1, 2, -1), "[T-06] k_cache: shape (4, 16, 2, 656)"),
+    (
+        "k_cache",
+        lambda t: t.expand(-1, -1, 2, -1),
+        "[T-06] k_cache: 2 KV heads, expected 1: GQA and MHA (h_kv > 1) are",
+    ),
     ("indices", lambda t: t[:1], "[T-06] indices: shape (1, 3, 100), expected [batch, s_q, topk] = (2, 3, *)"),
     ("indices", lambda t: t[:, :2], "[T-06] indices: shape (2, 2, 100)"),
     (
@@ -105,26 +109,27 @@ WRONG = [
         lambda t: torch.zeros(B, S, 2049, dtype=torch.int32),
         "[SD-06] indices: 2049 columns, the spec declares",
     ),
-    ("indices", lambda t: t[..., :0], "topk: 0 is outside 1.."),
+    ("indices", lambda t: t[..., :0], "[SD-06] indices: 0 columns, the spec declares topk 2048: pass 1..2048 columns"),
     # strides
     (
         "q",
         lambda t: torch.zeros(B, S, 576, H).bfloat16().transpose(2, 3),
         "[T-07] q: last dim has stride 16, expected 1",
     ),
-    ("q", lambda t: torch.zeros(B, S, H, 580).bfloat16()[..., :576], "[SD-13] q: address"),
-    ("q", lambda t: torch.zeros(B, S, H, 584).bfloat16()[..., 4:580], "[SD-13] q: address"),
+    ("q", lambda t: torch.zeros(B, S, H, 580).bfloat16()[..., :576], "[SD-13] q: strides"),
+    ("q", lambda t: torch.zeros(B, S, H, 584).bfloat16()[..., 4:580], "[SD-25] q: address"),
     ("indices", lambda t: torch.zeros(B, S, 200, dtype=torch.int32)[..., ::2], "[T-07] indices: last dim has stride 2"),
     ("k_cache", lambda t: torch.zeros(PAGES, PAGE, 1, 1312, dtype=torch.uint8)[..., ::2], "[T-07] k_cache: last dim"),
-    ("k_cache", lambda t: pool(PAGE * 656 + 8), "[SD-11] k_cache: base address"),
-    ("k_cache", lambda t: pool(PAGE * 656, shift=8), "[SD-11] k_cache: base address"),
+    ("k_cache", lambda t: pool(PAGE * 656 + 8), "[SD-11] k_cache: page stride"),
+    ("k_cache", lambda t: pool(PAGE * 656, shift=8), "[SD-24] k_cache: base address"),
     ("k_cache", lambda t: pool(PAGE * 672, row_stride_bytes=672), "[SD-12] k_cache: token stride 672 B"),
     ("k_cache", lambda t: pool(PAGE * 656 - 656), "[SD-12] k_cache: token stride 656 B and page stride 9840 B"),
     ("k_cache", lambda t: t[:1].expand(4, -1, -1, -1), "[SD-12] k_cache: token stride 656 B and page stride 0 B"),
     ("k_cache", lambda t: t[:0], "[SD-10] k_cache: 0 pages of 16 tokens"),
     ("k_cache", lambda t: t[:, :0], "[SD-10] k_cache: 4 pages of 0 tokens"),
     ("attn_sink", lambda t: torch.zeros(2 * H)[::2], "[T-07] attn_sink: last dim has stride 2"),
-    ("out", lambda t: torch.zeros(B, S, H, 513).bfloat16()[..., :512], "[SD-14] out: address"),
+    ("out", lambda t: torch.zeros(B, S, H, 513).bfloat16()[..., :512], "[SD-14] out: strides"),
+    ("out", lambda t: torch.zeros(B, S, H, 514).bfloat16()[..., 1:513], "[SD-26] out: address"),
     ("out", lambda t: torch.zeros(B, S, 512, H).bfloat16().transpose(2, 3), "[T-07] out: last dim has stride 16"),
     ("out", lambda t: torch.zeros(1, S, H, 512).bfloat16().expand(B, -1, -1, -1), "[T-08] out: strides (0, "),
     ("lse", lambda t: torch.zeros(B, 1, S).expand(-1, H, -1), "[T-08] lse: strides (3, 0, 1)"),
@@ -196,7 +201,7 @@ def test_subclasses_are_refused(kernels):
 def test_a_tensor_that_passed_once_is_checked_again_when_it_differs(kernels):
     good = tensors()
     kernels.sparse_decode(**good)
-    assert "[SD-13]" in refusal(kernels, q=torch.zeros(B, S, H, 584).bfloat16()[..., 4:580])
+    assert "[SD-25]" in refusal(kernels, q=torch.zeros(B, S, H, 584).bfloat16()[..., 4:580])
     assert "[T-02]" in refusal(kernels, q=good["q"].clone().requires_grad_())
     assert "[T-04]" in refusal(kernels, q=good["q"].half())
 

@@ -194,6 +194,13 @@ WRONG = [
     ({"page_table": ints(ROWS, 9), "page_size": 2**30 + 1}, "[TK-07] page_size: 1073741825 is outside"),
     ({"page_table": ints(ROWS, 9), "page_size": "64"}, "[T-12] page_size: expected a whole number, found '64' (str)"),
     ({"page_table": ints(ROWS, 9), "candidate_blocks": ints(ROWS, 9)}, "[T-15] candidate_blocks: given with page_tab"),
+    ({"candidate_blocks": ints(ROWS, 9).long()}, "[T-04] candidate_blocks: dtype int64, expected int32 for [rows"),
+    ({"candidate_blocks": ints(9)}, "[T-05] candidate_blocks: 1 dims (9,), expected 2: [rows, blocks] = (3, *)"),
+    ({"candidate_blocks": ints(ROWS + 1, 9)}, "[T-06] candidate_blocks: shape (4, 9), expected [rows, blocks] = (3"),
+    ({"candidate_blocks": ints(9, ROWS).T}, "[T-07] candidate_blocks: last dim has stride 3, expected 1"),
+    ({"candidate_blocks": [[1]]}, "[T-01] candidate_blocks: expected a torch.Tensor, found list"),
+    ({"candidate_blocks": ints(ROWS, 9).float().requires_grad_()}, "[T-02] candidate_blocks: requires grad"),
+    ({"candidate_blocks": ints(ROWS, 9).to("meta")}, "[T-03] candidate_blocks: on meta, scores is on cpu"),
     ({"page_size": 64}, "[T-15] page_size, table_of_row, table_starts: nothing reads them without page_table"),
     ({"table_of_row": ints(ROWS)}, "[T-15] page_size, table_of_row, table_starts: nothing reads"),
     ({"candidate_blocks": ints(ROWS, 9), "page_size": 8}, "[T-15] page_size"),
@@ -237,6 +244,64 @@ def test_windows_are_checked_when_asked_for(monkeypatch):
     driver.capturing = True
     with pytest.raises(GuardError, match=r"^\[T-13\] DSAGEN_CHECK_INDICES"):
         kernels.topk(scores, k=K)
+
+
+BAD_TABLES = [
+    ({"table_of_row": [0, 4, 1]}, "[TK-20] table_of_row[1] = 4: page_table has 4 rows"),
+    ({"table_of_row": [-1, 4, 1]}, "[TK-20] table_of_row[0] = -1: "),
+    (
+        {"table_starts": [0, -1, 0]},
+        "[TK-21] page_table: row 1 reads 8 entries from column -1 (table_starts), and a row",
+    ),
+    ({"table_starts": [0, 3, 0]}, "[TK-21] page_table: row 1 reads 8 entries from column 3 "),
+    (
+        {"page_size": 32},
+        "[TK-21] page_table: row 0 reads 16 entries from column 0 (table_starts), and a row of it has 10",
+    ),
+    ({"page_table": (2**31 - 1) // 64 + 1}, "[TK-22] page_table: ids of row 0 may be 2147483648..2147483711, outside"),
+    ({"offsets": [0, 2**31 - 499, 0]}, "[TK-22] page_table: ids of row 1 may be 2147483149..2147483648, outside"),
+    ({"offsets": [0, -1, 0]}, "[TK-22] page_table: ids of row 1 may be -1..498, outside 0..2147483647"),
+]
+
+
+def table_call(page_table=None, page_size=64, **lists):
+    """Tables of 10 pages for windows of 500 scores; a number stands for all pages of one, lists for tensors."""
+    pages = torch.arange(10).repeat(4, 1) if page_table is None else torch.full((4, 10), page_table)
+    given = {"table_of_row": [0, 3, 1], **lists}
+    tensors = {name: torch.tensor(values, dtype=torch.int32) for name, values in given.items()}
+    return {"k": K, "page_table": pages.int(), "page_size": page_size, **tensors}
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD_TABLES, ids=[message[:50] for _, message in BAD_TABLES])
+def test_ids_that_tables_do_not_give_are_an_error_when_asked_for(monkeypatch, changes, message):
+    scores = torch.zeros(ROWS, WIDTH)
+    make()[1].topk(scores, **table_call(**changes))
+    monkeypatch.setenv("DSAGEN_CHECK_INDICES", "1")
+    driver, kernels = make()
+    with pytest.raises(GuardError) as caught:
+        kernels.topk(scores, **table_call(**changes))
+    assert str(caught.value).startswith(message)
+    assert not driver.launches
+
+
+def test_ids_up_to_int32_and_padding_pass_the_check(monkeypatch):
+    monkeypatch.setenv("DSAGEN_CHECK_INDICES", "1")
+    driver, kernels = make()
+    scores = torch.zeros(ROWS, WIDTH)
+    empty = torch.tensor([0, WIDTH, -3], dtype=torch.int32)
+    kernels.topk(scores, **table_call())
+    kernels.topk(scores, **table_call(table_starts=[2, 0, 1]))
+    kernels.topk(scores, **table_call(page_table=-1, offsets=[5, -5, 2**31 - 1]))  # padding: no id, no overflow
+    kernels.topk(scores, lengths=empty, **table_call(table_of_row=[-9, 3, 99], table_starts=[-1, 2, 11]))
+    kernels.topk(scores, **table_call(offsets=[0, 2**31 - 500, 0]))
+    kernels.topk(scores, k=K, offsets=torch.tensor([0, 2**31 - 500, 9], dtype=torch.int32))
+    # Of its last page, which is the last of int32, the window reads 52 tokens and the offset takes the rest.
+    kernels.topk(scores, **table_call(page_table=2**25 - 1, offsets=[0, 0, -64]))
+    assert len(driver.launches) == 7
+    with pytest.raises(GuardError, match=r"^\[TK-22\] offsets: ids of row 1 may be 2147483149..2147483648, outside"):
+        kernels.topk(scores, k=K, offsets=torch.tensor([0, 2**31 - 499, 9], dtype=torch.int32))
+    with pytest.raises(GuardError, match=r"^\[TK-21\] candidate_blocks: row 0 reads 63 entries from column 0 "):
+        kernels.topk(scores, k=K, candidate_blocks=ints(ROWS, 62))
 
 
 def test_capture_needs_a_loaded_kernel():

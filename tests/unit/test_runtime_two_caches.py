@@ -145,6 +145,49 @@ def test_explain_takes_the_capacities_of_both_caches():
     assert "[SD-16]" in kernels.explain(batch=4, extra_topk=513)
 
 
+def test_a_plan_of_a_second_cache_that_the_spec_lacks_is_refused():
+    _, kernels = kernels_of(spec_of("v4"))
+    for ask in (kernels.plan_sparse_decode, kernels.sparse_decode_workspace_bytes):
+        for splits in (None, 2):
+            with pytest.raises(GuardError) as caught:
+                ask(B, S, TOPK, extra_topk=128, num_splits=splits)
+            assert str(caught.value) == "[T-17] extra_topk: 128: the spec declares no extra_kv: leave it out"
+    with pytest.raises(GuardError, match=r"^\[T-17\] extra_topk: 1: the spec declares no extra_kv: leave it out"):
+        kernels.explain(batch=4, extra_topk=1)
+    with pytest.raises(GuardError, match=r"^\[T-12\] extra_topk: expected a whole number, found '1' \(str\)"):
+        kernels.plan_sparse_decode(B, S, TOPK, extra_topk="1")
+    assert kernels.plan_sparse_decode(B, S, TOPK, extra_topk=0).extra_topk == 0
+    assert "chosen: " in kernels.explain(batch=4, extra_topk=0)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"topk": 0}, "[SD-06] topk: 0 columns, the spec declares topk 128: pass 1..128 columns or raise `topk`"),
+        ({"topk": 129}, "[SD-06] topk: 129 columns, the spec declares topk 128: pass 1..128 columns or raise `topk`"),
+        (
+            {"extra_topk": -1},
+            "[SD-16] extra_topk: -1 columns, the spec declares extra_kv.topk 512: pass 0..512 columns",
+        ),
+        ({"extra_topk": 513}, "[SD-16] extra_topk: 513 columns, the spec declares extra_kv.topk 512: pass 0..512"),
+        ({"batch": -1}, "[SD-00] batch: -1 is outside 0..2147483647: pass how many requests a call has"),
+        ({"s_q": -2}, "[SD-00] s_q: -2 is outside 0..2147483647: pass how many query tokens a request has"),
+        (
+            {"num_splits": 0},
+            "[SD-00] num_splits: 0 is outside 1..2147483647: pass 1 up to the tiles of an index row, or",
+        ),
+        ({"num_splits": 11}, "[SD-04] num_splits 11: 640 index columns in tiles of 64 tokens are 10 tiles"),
+    ],
+)
+def test_a_plan_names_its_own_arguments(sizes, message):
+    _, kernels = kernels_of(TWO)
+    given = {"batch": 1, "s_q": 1, "topk": 128, "extra_topk": 512, **sizes}
+    for ask in (kernels.plan_sparse_decode, kernels.sparse_decode_workspace_bytes):
+        with pytest.raises(GuardError) as caught:
+            ask(**given)
+        assert str(caught.value).startswith(message)
+
+
 def wrong(kernels, **changes):
     with pytest.raises(GuardError) as caught:
         kernels.sparse_decode(**two(**changes))
@@ -180,7 +223,7 @@ def test_pages_of_either_cache_may_be_padded_by_multiples_of_16_bytes_and_tokens
         return raw.as_strided((7, 5, 1, 288), (stride, token_stride, 288, 1), start)
 
     kernels.sparse_decode(**two(extra_k_cache=pages(5 * record.record_bytes + 48)))
-    assert "[SD-11] extra_k_cache: base address" in wrong(kernels, extra_k_cache=pages(5 * 288 + 8))
+    assert "[SD-11] extra_k_cache: page stride 1448 B" in wrong(kernels, extra_k_cache=pages(5 * 288 + 8))
     assert "[SD-12] extra_k_cache: token stride 304 B" in wrong(kernels, extra_k_cache=pages(2048, 304))
     assert "[SD-12] extra_k_cache: token stride 288 B and page stride 1424 B" in wrong(
         kernels, extra_k_cache=pages(1424)

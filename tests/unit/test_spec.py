@@ -337,7 +337,14 @@ def test_any_mapping_is_a_spec_or_a_spec_error(data):
         ({"archs": ["sm_90a", "9.0a"]}, "f.yaml:5: archs[1] = '9.0a': is listed twice (both mean sm_90a)"),
         ({"ops": ["sparse_decoed"]}, "f.yaml:6: ops[0] = 'sparse_decoed': is no op (did you mean sparse_decode?)"),
         ({"ops": ["sparse_decode"] * 2}, "f.yaml:7: ops[1] = 'sparse_decode': is listed twice"),
-        ({"ops": None}, "f.yaml: ops: is missing"),
+        ({"ops": None}, "f.yaml: ops: is missing: allowed are indexer_logits, kv_cache, sparse_decode, topk"),
+        ({"archs": None}, "f.yaml: archs: is missing: allowed are sm_80, sm_86, sm_89, sm_90a"),
+        ({"ops": []}, "f.yaml:5: ops = []: must list at least one: allowed are indexer_logits, kv_cache, sparse_decode, topk"),
+        ({"h_kv": 8}, "f.yaml:7: h_kv: GQA and MHA (h_kv > 1) are not built: a row of a cache serves all query heads"),
+        ({"num_key_value_heads": 1}, "f.yaml:7: num_key_value_heads: GQA and MHA (h_kv > 1) are not built"),
+        ({"lse": {"empty": "inf"}}, "f.yaml:8: lse.empty = 'inf': is not allowed: must be '+inf' or '-inf' (did you mean +inf?)"),
+        ({"lse": {"empty": ".inf"}}, "f.yaml:8: lse.empty = '.inf': is not allowed: must be '+inf' or '-inf' (did you mean +inf?)"),
+        ({"lse": {"empty": "-Infinity"}}, "f.yaml:8: lse.empty = '-Infinity': is not allowed: must be '+inf' or '-inf' (did you mean -inf?)"),
         ({"topk": 0}, "f.yaml:7: topk = 0: is not allowed: must be an integer of 1 .. 1048576 (columns of the index row); the nearest is 1"),
         ({"topk": -5}, "f.yaml:7: topk = -5: is not allowed"),
         ({"topk": 2.5}, "f.yaml:7: topk = 2.5: is not allowed"),
@@ -461,3 +468,24 @@ def test_scores_of_another_dtype_are_named_with_what_is_allowed():
 def test_topk_selects_for_the_second_cache_where_there_is_one():
     assert load_spec("v41_h128").selected_topk == 512
     assert load_spec("v32_h128").selected_topk == 2048
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ("016", "<spec>:2: heads = '016': is not allowed: must be an integer of 1 .. 128 (query heads on this rank): write 16"),
+        ("'16'", "<spec>:2: heads = '16': is not allowed: must be an integer of 1 .. 128 (query heads on this rank): write 16"),
+        ("0x10", "<spec>:2: heads = '0x10': is not allowed: must be an integer of 1 .. 128 (query heads on this rank)"),
+        ("16.0", "<spec>:2: heads = 16.0: is not allowed: must be an integer of 1 .. 128 (query heads on this rank)"),
+    ],
+)  # fmt: skip
+def test_a_head_count_is_shown_as_it_was_written(written, message):
+    with pytest.raises(SpecError) as caught:
+        parse_spec(f"model: v32\nheads: {written}\narchs: [sm_90a]\nops: [sparse_decode]\n")
+    assert str(caught.value) == message
+
+
+def test_an_infinity_of_python_is_taken_for_the_one_of_its_sign():
+    for value, meant in ((float("inf"), "+inf"), (float("-inf"), "-inf")):
+        with pytest.raises(SpecError, match=rf"lse\.empty = .*\(did you mean \{meant}\?\)"):
+            DeploymentSpec(model="v32", heads=16, archs=["sm_90a"], ops=["sparse_decode"], lse={"empty": value})

@@ -44,6 +44,9 @@ def test_what_is_given_stays() -> None:
         ("kv_write: {row: bf16}", "f.yaml:5: kv_write.row: unknown key (did you mean rows?): allowed are rows, rule, "
          "extra_rule"),
         ("kv_write: bf16", "f.yaml:5: kv_write = 'bf16': must be a mapping with the keys rows, rule, extra_rule"),
+        ("kv_write: {rule: 7}", "f.yaml:5: kv_write.rule = 7: is not allowed: input should be a valid string: allowed "
+         "are copy, normal_floor, normal_floor_reciprocal, amax_floor, amax_floor_multiply, pow2_scale_floor, "
+         "pow2_amax_floor, e4m3_scale_floor"),
         ("kv_write:", "f.yaml:5: kv_write: is empty: leave it out"),
         ("extra_kv: none\nkv_write: {extra_rule: e4m3_scale_floor}", "f.yaml:6: kv_write.extra_rule = "
          "'e4m3_scale_floor': there is no second cache: leave it out"),
@@ -55,9 +58,10 @@ def test_a_rule_that_does_not_fit_is_named(text: str, message: str) -> None:
     assert str(caught.value) == message
 
 
-def test_rules_that_nothing_reads_are_an_error() -> None:
+@pytest.mark.parametrize("text", ["{rows: bf16, rule: copy}", "{rule: copy}", "{rule: bad, foo: 1}", "{}"])
+def test_rules_that_nothing_reads_are_an_error(text: str) -> None:
     with pytest.raises(SpecError) as caught:
-        parse_spec(BASE.replace("kv_cache", "topk") + "kv_write: {rows: bf16, rule: copy}\n", "f.yaml")
+        parse_spec(BASE.replace("kv_cache", "topk") + f"kv_write: {text}\n", "f.yaml")
     assert str(caught.value) == "f.yaml:5: kv_write: nothing reads it: add kv_cache to ops, or leave it out"
 
 

@@ -50,9 +50,15 @@ POOL_GUARDS = (
     Guard(
         "KV-06",
         "launch",
-        "address % 16 == 0 and page_stride_bytes % 16 == 0",
-        "{name}: base address {address:#x} and page stride {page_stride_bytes} B must be multiples of 16 B: pad the "
-        "pages",
+        "page_stride_bytes % 16 == 0",
+        "{name}: page stride {page_stride_bytes} B is no multiple of 16 B: pad the pages",
+    ),
+    Guard(
+        "KV-12",
+        "launch",
+        "address % 16 == 0",
+        "{name}: base address {address:#x} is no multiple of 16 B: pass a cache that begins at one: an allocation "
+        "does, a view into it may not",
     ),
     Guard(
         "KV-07",
@@ -63,11 +69,20 @@ POOL_GUARDS = (
         "not overlap",
     ),
 )
-ROW_GUARD = Guard(
-    "KV-08",
-    "launch",
-    "address % 16 == 0 and row_stride_bytes % 16 == 0",
-    "{name}: address {address:#x} and row stride {row_stride_bytes} B: rows must start at multiples of 16 B",
+ROW_GUARDS = (
+    Guard(
+        "KV-08",
+        "launch",
+        "row_stride_bytes % 16 == 0",
+        "{name}: row stride {row_stride_bytes} B is no multiple of 16 B: pad the rows",
+    ),
+    Guard(
+        "KV-13",
+        "launch",
+        "address % 16 == 0",
+        "{name}: address {address:#x} is no multiple of 16 B: pass a tensor that begins at one: an allocation does, a "
+        "view into it may not",
+    ),
 )
 TABLE_GUARD = Guard(
     "KV-09",
@@ -82,7 +97,7 @@ SAME_POOL_GUARD = Guard(
     "{name}: {pages} pages of {page_size} tokens, {other} has {other_pages} of {other_page_size}: both tensors of a "
     "cache have the same pages",
 )
-# Of values on the device; it costs a wait, so only DSAGEN_CHECK_INDICES asks for it.
+# Of values on the device; they cost a wait, so only DSAGEN_CHECK_INDICES asks for them.
 SLOT_GUARD = Guard(
     "KV-11",
     "launch",
@@ -90,4 +105,36 @@ SLOT_GUARD = Guard(
     "{name}[{row}] = {slot}: the pool holds {pool_tokens} tokens, so slots are below {pool_tokens}, or negative to "
     "skip a row ({count} past it)",
 )
-LAUNCH_GUARDS: tuple[Guard, ...] = (COUNT_GUARD, *POOL_GUARDS, ROW_GUARD, TABLE_GUARD, SAME_POOL_GUARD, SLOT_GUARD)
+# As the slots': what a block table says of the rows of a read.
+ROW_STARTS_GUARD = Guard(
+    "KV-14",
+    "launch",
+    "least <= row_start and row_start <= rows",
+    "row_starts[{request}] = {row_start}: the first rows of requests ascend from 0 to at most the call's {rows} rows, "
+    "so it is {least}..{rows} ({count} outside)",
+)
+REACH_GUARD = Guard(
+    "KV-15",
+    "launch",
+    "0 <= token_start and token_start + tokens <= reach",
+    "block_table: request {request} reads {tokens} tokens from position {token_start} (token_starts), outside of its "
+    "{columns} pages, which hold {reach} tokens: pass a wider table or fewer rows ({count} requests do)",
+)
+PAGE_GUARD = Guard(
+    "KV-16",
+    "launch",
+    "page < pages",
+    "block_table[{request}, {column}] = {page}: the cache has {pages} pages, so pages are below {pages}, or negative "
+    "for one that was given back ({count} rows read past it)",
+)
+LAUNCH_GUARDS: tuple[Guard, ...] = (
+    COUNT_GUARD,
+    *POOL_GUARDS,
+    *ROW_GUARDS,
+    TABLE_GUARD,
+    SAME_POOL_GUARD,
+    SLOT_GUARD,
+    ROW_STARTS_GUARD,
+    REACH_GUARD,
+    PAGE_GUARD,
+)

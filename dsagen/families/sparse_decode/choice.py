@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dsagen.errors import GuardError
 from dsagen.families.sparse_decode.guards import ARGUMENT_GUARDS, LAUNCH_GUARDS
 from dsagen.families.sparse_decode.op import DecodePartition, DecodeShape, Determinism, partition
-from dsagen.guard import Guard
+from dsagen.guard import Guard, check, require_int
 from dsagen.plan import KernelPlan
 
 _SHAPE_NAMES = frozenset(
@@ -26,6 +26,10 @@ _SHAPE_NAMES = frozenset(
 # Guards that a shape and a partition decide; the others read tensors.
 SHAPE_GUARDS: tuple[Guard, ...] = tuple(guard for guard in LAUNCH_GUARDS if _SHAPE_NAMES.issuperset(guard.names))
 TENSOR_GUARDS: tuple[Guard, ...] = tuple(guard for guard in LAUNCH_GUARDS if guard not in SHAPE_GUARDS)
+# Limits of index rows, which no kernel alters. Their messages name what was given: tensors by a call, widths by a plan.
+COLUMN_GUARDS: tuple[Guard, ...] = tuple(guard for guard in SHAPE_GUARDS if "topk" in guard.expression)
+TENSOR_NAMES: Mapping[str, str] = {"SD-06": "indices", "SD-16": "extra_indices"}
+_WIDTH_NAMES: Mapping[str, str] = {"SD-06": "topk", "SD-16": "extra_topk"}
 
 
 @dataclass(frozen=True)
@@ -46,8 +50,13 @@ def candidates(
     determinism: Determinism,
     num_splits: int | None = None,
 ) -> tuple[Candidate, ...]:
-    """Judge each main kernel, in the given order of preference; `capacities` are those of both caches' index rows."""
+    """Judge each main kernel, in the given order of preference; `capacities` are those of both caches' index rows.
+
+    GuardError for sizes with which there is nothing to judge.
+    """
     judged = []
+    if require_int("topk", shape.topk) < 1 or require_int("extra_topk", shape.extra_topk) < 0:
+        check_columns((shape.topk, shape.extra_topk), capacities, _WIDTH_NAMES)
     for plan in plans:
         part = partition(shape, plan, sm_count, determinism, num_splits)
         values = {
@@ -55,16 +64,19 @@ def candidates(
             "tile_tokens": plan.constant("kTileTokens"),
             "all_tiles": part.row_tiles,
             "columns": shape.topk + shape.extra_topk,
-            "topk": shape.topk,
-            "topk_capacity": capacities[0],
-            "extra_topk": shape.extra_topk,
-            "extra_topk_capacity": capacities[1],
+            **_column_values((shape.topk, shape.extra_topk), capacities),
             "main_ctas": part.main_ctas,
             "combine_ctas": part.combine_ctas,
         }
-        refusals = tuple(guard.failure(values) for guard in SHAPE_GUARDS if not guard.holds(values))
+        refusals = tuple(_refusal(guard, values) for guard in SHAPE_GUARDS if not guard.holds(values))
         judged.append(Candidate(plan, part, values, refusals))
     return tuple(judged)
+
+
+def check_columns(widths: tuple[int, int], capacities: tuple[int, int], names: Mapping[str, str]) -> None:
+    """Refuse index rows wider than the spec's, or empty ones; `names` gives a guard's argument by its id."""
+    for guard in COLUMN_GUARDS:
+        check([guard], _column_values(widths, capacities), name=names[guard.guard_id])
 
 
 def choose(judged: Sequence[Candidate]) -> Candidate:
@@ -103,5 +115,15 @@ def explain_choice(judged: Sequence[Candidate], shape: DecodeShape) -> str:
 
 def _guard_row(guard: Guard, candidate: Candidate) -> str:
     read = "  ".join(f"{name}={candidate.values[name]}" for name in guard.names)
-    verdict = "holds" if guard.holds(candidate.values) else f"refuses: {guard.message.format(**candidate.values)}"
+    refusal = _refusal(guard, candidate.values).removeprefix(f"[{guard.guard_id}] ")
+    verdict = "holds" if guard.holds(candidate.values) else f"refuses: {refusal}"
     return f"[{guard.guard_id}] {guard.expression}  {read}  {verdict}"
+
+
+def _refusal(guard: Guard, values: Mapping[str, int]) -> str:
+    return guard.failure({**values, "name": _WIDTH_NAMES.get(guard.guard_id, "")})
+
+
+def _column_values(widths: tuple[int, int], capacities: tuple[int, int]) -> dict[str, int]:
+    values = {"topk": widths[0], "topk_capacity": capacities[0]}
+    return {**values, "extra_topk": widths[1], "extra_topk_capacity": capacities[1]}

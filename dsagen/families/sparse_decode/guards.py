@@ -48,8 +48,8 @@ PLAN_GUARDS: tuple[Guard, ...] = (
         "SD-18",
         "plan",
         "d_qk % 64 == 0 and d_v % 128 == 0 and d_v <= 512",
-        "rows of d_qk {d_qk} and d_v {d_v}: d_qk must be a multiple of 64, and d_v, which is dealt to warps, one of "
-        "128 up to 512: split wider values over several calls",
+        "rows of d_qk {d_qk} and d_v {d_v}: d_qk must be a multiple of 64, and d_v, which is dealt to warps, 128, 256, "
+        "384 or 512: no kernel takes other widths",
     ),
     Guard(
         "SD-05",
@@ -72,15 +72,15 @@ LAUNCH_GUARDS: tuple[Guard, ...] = (
         "SD-06",
         "launch",
         "1 <= topk and topk <= topk_capacity",
-        "indices: {topk} columns, the spec declares topk {topk_capacity}: pass 1..{topk_capacity} columns or raise "
+        "{name}: {topk} columns, the spec declares topk {topk_capacity}: pass 1..{topk_capacity} columns or raise "
         "`topk` in the spec",
     ),
     Guard(
         "SD-16",
         "launch",
         "0 <= extra_topk and extra_topk <= extra_topk_capacity",
-        "extra_indices: {extra_topk} columns, the spec declares extra_kv.topk {extra_topk_capacity}: pass at most "
-        "{extra_topk_capacity} columns or raise it in the spec (without extra_kv there are 0)",
+        "{name}: {extra_topk} columns, the spec declares extra_kv.topk {extra_topk_capacity}: pass "
+        "0..{extra_topk_capacity} columns or raise it in the spec (without extra_kv there are 0)",
     ),
     Guard(
         "SD-07",
@@ -97,16 +97,28 @@ LAUNCH_GUARDS: tuple[Guard, ...] = (
     Guard(
         "SD-13",
         "launch",
-        "q_address % 16 == 0 and q_stride_b % 8 == 0 and q_stride_s % 8 == 0 and q_stride_h % 8 == 0",
-        "q: address {q_address:#x} and strides ({q_stride_b}, {q_stride_s}, {q_stride_h}) elements: rows must start at "
-        "multiples of 16 B, so strides must be multiples of 8 elements",
+        "q_stride_b % 8 == 0 and q_stride_s % 8 == 0 and q_stride_h % 8 == 0",
+        "q: strides ({q_stride_b}, {q_stride_s}, {q_stride_h}) elements: rows must start at multiples of 16 B, so "
+        "strides must be multiples of 8 elements: pass q.contiguous(), or pad its rows",
+    ),
+    Guard(
+        "SD-25",
+        "launch",
+        "q_address % 16 == 0",
+        "q: address {q_address:#x} is no multiple of 16 B: pass a tensor that begins at one, such as q.clone()",
     ),
     Guard(
         "SD-14",
         "launch",
-        "out_address % 4 == 0 and out_stride_b % 2 == 0 and out_stride_s % 2 == 0 and out_stride_h % 2 == 0",
-        "out: address {out_address:#x} and strides ({out_stride_b}, {out_stride_s}, {out_stride_h}) elements: rows "
-        "must start at multiples of 4 B, so strides must be even",
+        "out_stride_b % 2 == 0 and out_stride_s % 2 == 0 and out_stride_h % 2 == 0",
+        "out: strides ({out_stride_b}, {out_stride_s}, {out_stride_h}) elements: rows must start at multiples of 4 B, "
+        "so strides must be even: pad its rows, or leave it out",
+    ),
+    Guard(
+        "SD-26",
+        "launch",
+        "out_address % 4 == 0",
+        "out: address {out_address:#x} is no multiple of 4 B: pass a tensor that begins at one, or leave it out",
     ),
 )
 
@@ -128,9 +140,15 @@ POOL_GUARDS: tuple[Guard, ...] = (
     Guard(
         "SD-11",
         "launch",
-        "page_stride_bytes % 16 == 0 and address % 16 == 0",
-        "{name}: base address {address:#x} and page stride {page_stride_bytes} B must be multiples of 16 B: pad the "
-        "pages",
+        "page_stride_bytes % 16 == 0",
+        "{name}: page stride {page_stride_bytes} B is no multiple of 16 B: pad the pages",
+    ),
+    Guard(
+        "SD-24",
+        "launch",
+        "address % 16 == 0",
+        "{name}: base address {address:#x} is no multiple of 16 B: pass a cache that begins at one: an allocation "
+        "does, a view into it may not",
     ),
     Guard(
         "SD-12",
@@ -154,14 +172,14 @@ SIZE_GUARD = Guard(
     "SD-00",
     "launch",
     "least <= size and size <= 2147483647",
-    "{name}: {size} is outside {least}..2147483647",
+    "{name}: {size} is outside {least}..2147483647: pass {meaning}",
 )
 WORKSPACE_GUARD = Guard(
     "SD-23",
     "launch",
     "workspace_bytes >= needed_bytes and workspace_address % 256 == 0",
     "workspace: {workspace_bytes} B at {workspace_address:#x}, the plan needs {needed_bytes} B at a multiple of 256 B: "
-    "sparse_decode_workspace_bytes() tells the size",
+    "pass what sparse_decode_workspace_bytes tells, from where an allocation begins, or none",
 )
 # Of values on the device; they cost a wait, so only DSAGEN_CHECK_INDICES asks for them.
 LENGTH_GUARD = Guard(

@@ -26,6 +26,15 @@ from dsagen.plan import KernelPlan, round_up
 Determinism = Literal["off", "batch_invariant"]
 WORKSPACE_ALIGNMENT_BYTES = 256
 _FP32_BYTES = 4
+# What a refused size should have been.
+_SIZE_MEANINGS = {
+    "batch": "how many requests a call has",
+    "s_q": "how many query tokens a request has",
+    "heads": "how many query heads there are",
+    "topk": "how many columns indices has",
+    "extra_topk": "how many columns extra_indices has, or leave it out",
+    "num_splits": "1 up to the tiles of an index row, or leave it out",
+}
 
 
 @dataclass(frozen=True)
@@ -142,7 +151,8 @@ def _require_sizes(shape: DecodeShape, num_splits: int | None) -> None:
     if num_splits is not None:
         sizes["num_splits"] = (num_splits, 1)
     for name, (value, least) in sizes.items():
-        check([SIZE_GUARD], {"size": require_int(name, value), "least": least}, name=name)
+        values = {"size": require_int(name, value), "least": least}
+        check([SIZE_GUARD], values, name=name, meaning=_SIZE_MEANINGS[name])
 
 
 def _lay_out(

@@ -113,13 +113,13 @@ PAGE_GUARD = Guard(
     "TK-07",
     "launch",
     "1 <= page_size and page_size <= 1073741824",
-    "page_size: {page_size} is outside 1..1073741824",
+    "page_size: {page_size} is outside 1..1073741824: pass how many indices an entry of page_table stands for",
 )
 TABLE_GUARD = Guard(
     "TK-08",
     "launch",
     "table_rows <= 2147483647 and table_columns <= 2147483647",
-    "page_table: {table_rows} rows of {table_columns} columns exceed 2147483647: pass a smaller table",
+    "{name}: {table_rows} rows of {table_columns} columns exceed 2147483647: pass a smaller table",
 )
 # Of values on the device; they cost a wait, so only DSAGEN_CHECK_INDICES asks for them.
 WINDOW_GUARD = Guard(
@@ -127,6 +127,27 @@ WINDOW_GUARD = Guard(
     "launch",
     "0 <= start and start <= width and length <= width - start",
     "window of row {row}: {length} scores from {start} leave the row's {width} ({count} rows do)",
+)
+TABLE_ROW_GUARD = Guard(
+    "TK-20",
+    "launch",
+    "0 <= table_row and table_row < tables",
+    "table_of_row[{row}] = {table_row}: page_table has {tables} rows, so they are below {tables} and not negative "
+    "({count} outside)",
+)
+TABLE_REACH_GUARD = Guard(
+    "TK-21",
+    "launch",
+    "0 <= start and start + entries <= columns",
+    "{name}: row {row} reads {entries} entries from column {start} (table_starts), and a row of it has {columns}: pass "
+    "a wider one or shorter windows ({count} rows do)",
+)
+ID_GUARD = Guard(
+    "TK-22",
+    "launch",
+    "0 <= least and most <= 2147483647",
+    "{name}: ids of row {row} may be {least}..{most}, outside 0..2147483647, what int32 holds: pass smaller pages or "
+    "other offsets ({count} rows outside)",
 )
 # Which kernel takes a call: `lead` is by how many scores a window may start behind a multiple of 16 bytes.
 FIT_GUARD = Guard(
@@ -147,7 +168,7 @@ WORKSPACE_GUARD = Guard(
     "launch",
     "needed_bytes <= workspace_bytes and workspace_address % 16 == 0",
     "workspace: {workspace_bytes} B at {workspace_address:#x}, the plan needs {needed_bytes} B at a multiple of 16: "
-    "pass what topk_workspace_bytes tells, or none",
+    "pass what topk_workspace_bytes tells, from where an allocation begins, or none",
 )
 LAUNCH_GUARDS: tuple[Guard, ...] = (
     CAPACITY_GUARD,
@@ -156,6 +177,9 @@ LAUNCH_GUARDS: tuple[Guard, ...] = (
     PAGE_GUARD,
     TABLE_GUARD,
     WINDOW_GUARD,
+    TABLE_ROW_GUARD,
+    TABLE_REACH_GUARD,
+    ID_GUARD,
     FIT_GUARD,
     PARTS_GUARD,
     WORKSPACE_GUARD,
