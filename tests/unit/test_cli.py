@@ -177,7 +177,7 @@ def test_explain_of_a_call_of_topk_needs_the_width(capsys, tmp_path):
 def test_explain_of_a_call_that_nothing_takes_names_the_guard(capsys):
     code, out, _ = run(capsys, "explain", "v32_h16", "--batch", "4", "--topk", "4096")
     assert code == 0
-    assert "refuses: indices: 4096 columns, the spec declares topk 2048" in out and "chosen: none" in out
+    assert "refuses: topk: 4096 columns, the spec declares topk 2048" in out and "chosen: none" in out
 
 
 def test_explain_of_a_call_on_an_unmeasured_arch_asks_for_the_sm_count(capsys, spec_file):

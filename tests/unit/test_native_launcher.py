@@ -300,7 +300,7 @@ ODD = {
     "batch": (lambda t: t | {"q": t["q"][:1]}, r"\[T-0[69]\]"),
     "last stride": (lambda t: t | {"q": t["q"].transpose(2, 3).contiguous().transpose(2, 3)}, r"\[T-07\] q"),
     "alignment": (lambda t: t | {"q": torch.zeros(BATCH * S_Q * HEADS * 576 + 1).bfloat16()[1:].view(t["q"].shape)},
-                  r"\[SD-13\] q: address"),
+                  r"\[SD-25\] q: address"),
     "row stride": (lambda t: t | {"q": torch.zeros(BATCH, S_Q, HEADS, 577).bfloat16()[..., :576]}, r"\[SD-13\] q"),
     "freed": (lambda t: t | {"q": freed(t["q"])}, r"\[T-14\] q: has no memory"),
     "negated": (lambda t: t | {"attn_sink": negated(t["attn_sink"])}, r"\[T-14\] attn_sink: is negated lazily"),
