@@ -254,6 +254,10 @@ def _checked_infos(path: Path, archive: zipfile.ZipFile) -> dict[str, zipfile.Zi
         found[name] = info
     if MANIFEST not in found:
         raise _broken(path, f"no {MANIFEST} in it: it is another kind of archive")
+    # zipfile looks for the archive from the file's end.
+    before = min(info.header_offset for info in found.values())
+    if before:
+        raise _broken(path, f"{before} bytes lie in front of it")
     return found
 
 

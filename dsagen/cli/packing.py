@@ -69,7 +69,7 @@ def _row(selection: Selection, entries: dict[str, StoreEntry]) -> tuple[Any, lis
 @quiet_option
 @json_option
 def verify(files: tuple[Path, ...], quiet: bool, as_json: bool) -> None:
-    """Verify every byte of the BUNDLEs and say what is in them; without one, verify the kernel store.
+    """Verify the BUNDLEs by their checksums and say what is in them; without one, verify the kernel store.
 
     Anything broken is an error. A broken entry of the store is rebuilt by the next build that needs it, and so are the
     libraries that dsagen compiles for itself, of the emulator and of the launcher, by what loads them.

@@ -423,3 +423,12 @@ def test_a_real_bundle_from_the_command_line(session_store, tmp_path, capsys, re
     device = request.getfixturevalue("bare_machine")
     dsagen.load(output).prepare()
     assert len(device.loads) == 2
+
+
+@pytest.mark.parametrize("front", [b"\0", None], ids=["a byte", "a bundle"])
+def test_nothing_lies_in_front_of_a_bundle(packed, tmp_path, front):
+    content = packed.read_bytes()
+    longer = tmp_path / "longer.dsagen"
+    longer.write_bytes((content if front is None else front) + content)
+    with pytest.raises(StoreError, match=r"bytes lie in front of it|does not end as a bundle does|no bundle"):
+        read_bundle(longer)
