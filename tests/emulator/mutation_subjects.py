@@ -163,7 +163,7 @@ def _run_shared_rows(kernel: Kernel, attempt: Attempt) -> str:
     # So long that a part's threshold is guessed, and that of the parts' best.
     long = 41_001 if score == "fp32" else 82_001
     calls = (
-        Scores(topk.one_binade), Scores(topk.few_values), Scores(topk.normal, ordered=False),
+        Scores(topk.equal), Scores(topk.few_values), Scores(topk.normal, ordered=False),
         Scores(topk.equal, 26_001, k=4096), Scores(topk.mostly_dropped, drops=True),
         Scores(topk.one_digit, long, k=2048, ordered=False, parts=5),
     )  # fmt: skip

@@ -68,6 +68,10 @@ void copy_async_8(uint32_t target, const void* source, uint32_t bytes, int line)
   copy_of_thread(target, source, bytes, 8, "copy_async_8", line);
 }
 
+void copy_async_4(uint32_t target, const void* source, uint32_t bytes, int line) {
+  copy_of_thread(target, source, bytes, 4, "copy_async_4", line);
+}
+
 void copy_async_commit() {
   m.current->groups.push_back(std::move(m.current->open));
   m.current->open.clear();

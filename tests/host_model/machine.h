@@ -57,6 +57,7 @@ void store_global(void* address, const void* source, uint32_t bytes, const char*
 // The target holds 0xff bytes from the issue to the wait that covers the copy.
 void copy_async(uint32_t target, const void* source, uint32_t bytes, int line);
 void copy_async_8(uint32_t target, const void* source, uint32_t bytes, int line);
+void copy_async_4(uint32_t target, const void* source, uint32_t bytes, int line);
 void copy_async_commit();
 void copy_async_wait(int pending, int line);
 
