@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from hypothesis import settings
 
 from dsagen import knobs
 from dsagen.build import find_toolchain
+from dsagen.emulator import library
 from dsagen.errors import ToolchainError
 from dsagen.runtime.survey import survey_devices
 
@@ -93,3 +95,12 @@ def own_environment(session_store: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
 def no_evidence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No shipped evidence, so that a test does not depend on what has been recorded."""
     monkeypatch.setattr("dsagen.evidence.shipped_folder", lambda: tmp_path / "no-evidence")
+
+
+@pytest.fixture(scope="session")
+def shared_machine() -> Iterator[None]:
+    """The emulator's machine is compiled once per content of its sources, not once per test run."""
+    folder = Path(tempfile.gettempdir()) / f"dsagen-emulator-{os.getuid()}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "_folders", lambda: (folder,))
+        yield

@@ -28,7 +28,8 @@ class Gates:
     """Limits of one comparison. An element passes with an absolute *or* a relative error below its gate.
 
     `group_error` bounds the relative Frobenius error of a scale group's dims over all rows and heads, `head_error`
-    that of one row and head: a single token's probability and its output are each rounded to bf16, by up to 2^-8.
+    that of one row and head: a single token's probability and its output are each rounded to bf16, by up to 2^-8. A
+    group of less than 64 dims may be off by more, see _head_problem.
     `out_abs_rms` adds an absolute gate in units of its group's RMS, for values whose magnitude is not about 1.
     `lse_limit` holds for every finite lse, whatever the relative gate allows.
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,8 +13,6 @@ from dsagen.families.kv_cache.op import RowsShape, explain_call
 from dsagen.guard import require_bool
 from dsagen.runtime import traced
 from dsagen.runtime.blocks import Number
-from dsagen.runtime.device_kernels import DeviceKernels
-from dsagen.runtime.driver import Driver
 from dsagen.runtime.kv_cache import (
     FORMS,
     OP,
@@ -29,32 +26,14 @@ from dsagen.runtime.kv_cache import (
     out_arguments,
 )
 from dsagen.runtime.launch import OpLaunches, Step
-from dsagen.runtime.loader import Loader
-from dsagen.spec import DeploymentSpec
+from dsagen.runtime.op_methods import OpMethods
 
 
-class CacheOps(ABC):
+class CacheOps(OpMethods):
     """kv_write, kv_read and kv_convert over what `Kernels` provides."""
 
-    spec: DeploymentSpec
-    handle: str
-    _driver: Driver
-    _loader: Loader
     # By role.
     _cache_launches: Mapping[str, OpLaunches]
-    _checks_values: bool
-
-    @abstractmethod
-    def _require_op(self, op: str) -> None:
-        """GuardError for an op that the spec does not declare."""
-
-    @abstractmethod
-    def _refuse_capture(self, ordinal: int) -> None:
-        """GuardError while a CUDA graph is captured, for what waits for the device."""
-
-    @abstractmethod
-    def _on(self, ordinal: int) -> DeviceKernels:
-        """The deployment's kernels for a device."""
 
     def kv_write(
         self,

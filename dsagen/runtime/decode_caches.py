@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from dsagen.division import page_divisor
@@ -11,22 +9,9 @@ from dsagen.errors import GuardError
 from dsagen.families.sparse_decode.guards import POOL_GUARDS, SAME_PAGES_GUARD
 from dsagen.families.sparse_decode.rows import part_segments
 from dsagen.guard import check
-from dsagen.kv_format import CacheTensor, KvFormat
+from dsagen.kv_format import KvFormat
 from dsagen.runtime.blocks import Number
-from dsagen.runtime.tensors import TensorRule, require, require_one_kv_head
-
-
-class Pool(NamedTuple):
-    """Geometry of one cache tensor. Of a single page the stride is what it would be."""
-
-    pages: int
-    page_size: int
-    page_stride_bytes: int
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that ids can name."""
-        return self.pages * self.page_size
+from dsagen.runtime.pools import Pool, checked_pool
 
 
 def pool_arguments(
@@ -37,7 +22,7 @@ def pool_arguments(
     GuardError for tensors that are not as the format has them.
     """
     values = record.segment("values").tensor
-    pool = _checked_pool(f"{prefix}k_cache", k_cache, record, record.cache_tensor(values))
+    pool = checked_pool(f"{prefix}k_cache", k_cache, record, record.cache_tensor(values), POOL_GUARDS)
     multiplier, shift = page_divisor(pool.page_size)
     arguments: dict[str, Number] = {
         "page_stride_bytes": pool.page_stride_bytes,
@@ -81,31 +66,6 @@ def _second_tensor(prefix: str, record: KvFormat, name: str, pool: Pool, kpe_cac
     if kpe_cache is None:
         text = f"format {record.format_id} keeps rotary dims in their own tensor: pass it"
         raise GuardError(f"[T-17] {prefix}kpe_cache: {text}")
-    other = _checked_pool(f"{prefix}kpe_cache", kpe_cache, record, record.cache_tensor(name))
-    values = {"pages": other.pages, "page_size": other.page_size}
-    values |= {"other_pages": pool.pages, "other_page_size": pool.page_size}
-    check([SAME_PAGES_GUARD], values, name=f"{prefix}kpe_cache", other=f"{prefix}k_cache")
+    other = checked_pool(f"{prefix}kpe_cache", kpe_cache, record, record.cache_tensor(name), POOL_GUARDS)
+    check([SAME_PAGES_GUARD], other.same_pages(pool), name=f"{prefix}kpe_cache", other=f"{prefix}k_cache")
     return other
-
-
-def _checked_pool(name: str, tensor: torch.Tensor, record: KvFormat, rule: CacheTensor) -> Pool:
-    columns = f"[pages, page_size, 1, columns of KV format {record.format_id}]"
-    require_one_kv_head(name, tensor)
-    require(TensorRule(name, rule.dtypes, columns, (None, None, 1, rule.columns)), tensor)
-    pages, page_size = int(tensor.shape[0]), int(tensor.shape[1])
-    page_bytes = record.page_bytes(page_size, rule.name)
-    page_stride, row_stride = (int(stride) * tensor.element_size() for stride in tensor.stride()[:2])
-    pool = Pool(pages, page_size, page_stride if pages > 1 else page_bytes)
-    values = {
-        "pages": pages,
-        "page_size": page_size,
-        "pool_tokens": pool.tokens,
-        "address": tensor.data_ptr(),
-        # The stride of a single page moves nothing, nor does that of one-token pages.
-        "page_stride_bytes": page_stride if pages > 1 else 0,
-        "row_stride_bytes": row_stride if page_size > 1 else rule.logical_stride_bytes,
-        "token_bytes": rule.logical_stride_bytes,
-        "page_bytes": page_bytes,
-    }
-    check(POOL_GUARDS, values, name=name)
-    return pool

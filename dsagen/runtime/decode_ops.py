@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,8 +12,7 @@ from dsagen.families.sparse_decode.op import WORKSPACE_ALIGNMENT_BYTES, DecodeSh
 from dsagen.guard import require_int
 from dsagen.runtime import traced
 from dsagen.runtime.decode_outputs import make_outputs
-from dsagen.runtime.driver import Driver
-from dsagen.runtime.loader import Loader
+from dsagen.runtime.op_methods import OpMethods
 from dsagen.runtime.plan_cache import PlanCache, PlanKey
 from dsagen.runtime.sparse_decode import (
     OP,
@@ -25,43 +22,19 @@ from dsagen.runtime.sparse_decode import (
     check_index_values,
     require_scale,
 )
-from dsagen.spec import DeploymentSpec
 
 if TYPE_CHECKING:
     from dsagen.runtime.api import Device
     from dsagen.runtime.device_kernels import DeviceKernels
 
 
-class DecodeOps(ABC):
+class DecodeOps(OpMethods):
     """sparse_decode and its plans, over what `Kernels` provides."""
 
-    spec: DeploymentSpec
-    handle: str
-    _driver: Driver
-    _loader: Loader
     _binder: DecodeBinder
-    _debug_sync: bool
     _poisons: bool
-    _checks_values: bool
     # What calls without a plan share.
     _plans: PlanCache[PlanKey, SparseDecodePlan]
-    _lock: threading.RLock
-
-    @abstractmethod
-    def _require_op(self, op: str) -> None:
-        """GuardError for an op that the spec does not declare."""
-
-    @abstractmethod
-    def _refuse_capture(self, ordinal: int) -> None:
-        """GuardError while a CUDA graph is captured, for what waits for the device."""
-
-    @abstractmethod
-    def _on(self, ordinal: int) -> DeviceKernels:
-        """The deployment's kernels for a device."""
-
-    @abstractmethod
-    def _ordinal(self, device: Device | None) -> int:
-        """A device's number; the default's for None."""
 
     def sparse_decode_workspace_bytes(
         self,

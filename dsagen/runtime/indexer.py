@@ -10,8 +10,9 @@ from dsagen.division import page_divisor
 from dsagen.errors import GuardError
 from dsagen.families.indexer_logits.guards import (
     LENGTH_GUARD,
+    PAGE_GUARD,
     POOL_GUARDS,
-    QUERY_GUARD,
+    QUERY_GUARDS,
     TABLE_GUARD,
     TOKENS_GUARD,
     UNSCORED_GUARD,
@@ -159,6 +160,18 @@ def check_lengths(t: LogitsTensors, most_keys: int) -> None:
         check([LENGTH_GUARD], values, request=request, token=token, count=int(bad.sum()))
 
 
+def check_pages(t: LogitsTensors) -> None:
+    """Refuse pages past the cache where a token sees keys of them. Waits for the device."""
+    lengths = t.context_lens if t.context_lens.dim() == 1 else t.context_lens.max(1).values
+    first_keys = torch.arange(t.block_table.shape[1], device=lengths.device) * int(t.k_cache.shape[1])
+    pages = int(t.k_cache.shape[0])
+    bad = (t.block_table >= pages) & (first_keys < lengths[:, None])
+    if bool(bad.any()):
+        request, column = (int(n) for n in bad.nonzero()[0])
+        values = {"page": int(t.block_table[request, column]), "pages": pages}
+        check([PAGE_GUARD], values, request=request, column=column, count=int(bad.sum()))
+
+
 def _require_kinds(t: LogitsTensors, driver: Driver) -> None:
     for name, tensor in t.given():
         require_plain(name, tensor)
@@ -189,7 +202,7 @@ def _require_out(t: LogitsTensors, spec: DeploymentSpec, tokens: int, width: int
 
 def _query_arguments(q: torch.Tensor) -> dict[str, Number]:
     strides = {f"stride_{name}": _stride(q, dim) for name, dim in (("b", 0), ("n", 1), ("h", 2))}
-    check([QUERY_GUARD], {"address": q.data_ptr(), **strides})
+    check(QUERY_GUARDS, {"address": q.data_ptr(), **strides})
     return {"q": q.data_ptr(), **{f"q_{name}": stride for name, stride in strides.items()}}
 
 

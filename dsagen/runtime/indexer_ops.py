@@ -2,42 +2,30 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-
 import torch
 
 from dsagen.arch import arch
 from dsagen.families.indexer_logits.guards import TILES_GUARD
 from dsagen.families.indexer_logits.op import LogitsShape, explain_call, partition_of, size_values
 from dsagen.guard import check, require_bool
-from dsagen.runtime.device_kernels import DeviceKernels
-from dsagen.runtime.driver import Driver
-from dsagen.runtime.indexer import OP, LogitsTensors, bind, check_lengths, index_of, make_out, out_arguments
+from dsagen.runtime.indexer import (
+    OP,
+    LogitsTensors,
+    bind,
+    check_lengths,
+    check_pages,
+    index_of,
+    make_out,
+    out_arguments,
+)
 from dsagen.runtime.launch import OpLaunches, Step
-from dsagen.runtime.loader import Loader
-from dsagen.spec import DeploymentSpec
+from dsagen.runtime.op_methods import OpMethods
 
 
-class IndexerOps(ABC):
+class IndexerOps(OpMethods):
     """indexer_logits over what `Kernels` provides."""
 
-    spec: DeploymentSpec
-    _driver: Driver
-    _loader: Loader
     _logits_launches: OpLaunches
-    _checks_values: bool
-
-    @abstractmethod
-    def _require_op(self, op: str) -> None:
-        """GuardError for an op that the spec does not declare."""
-
-    @abstractmethod
-    def _refuse_capture(self, ordinal: int) -> None:
-        """GuardError while a CUDA graph is captured, for what waits for the device."""
-
-    @abstractmethod
-    def _on(self, ordinal: int) -> DeviceKernels:
-        """The deployment's kernels for a device."""
 
     def indexer_logits(
         self,
@@ -86,7 +74,9 @@ class IndexerOps(ABC):
         check([TILES_GUARD], size_values(plan, shape, on.facts.sm_count))
         if self._checks_values:
             self._refuse_capture(ordinal)
-            check_lengths(tensors, int(arguments["most_keys"]))
+            if shape.tokens:
+                check_lengths(tensors, int(arguments["most_keys"]))
+                check_pages(tensors)
         result = make_out(tensors, shape, self.spec)
         if shape.tokens and shape.width:
             part = partition_of(plan, shape, on.facts.sm_count)

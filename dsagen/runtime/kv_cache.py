@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -26,13 +26,13 @@ from dsagen.kv_format import KvFormat
 from dsagen.runtime.blocks import Number
 from dsagen.runtime.driver import Driver
 from dsagen.runtime.launch import CallForm
+from dsagen.runtime.pools import Pool, checked_pool
 from dsagen.runtime.tensors import (
     TensorRule,
     require,
     require_device,
     require_memory,
     require_no_overlap,
-    require_one_kv_head,
     require_plain,
     require_separate_elements,
     span_bytes,
@@ -59,20 +59,6 @@ FORMS: Mapping[str, CallForm] = {
     ),
     "convert": _form(("source", "target", "source_slots", "target_slots"), {"target"}, 1, {}),
 }
-
-
-class Pool(NamedTuple):
-    """One checked cache tensor."""
-
-    address: int
-    pages: int
-    page_size: int
-    page_stride_bytes: int
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that slots can name."""
-        return self.pages * self.page_size
 
 
 def cache_of(spec: DeploymentSpec, extra: bool) -> KvFormat:
@@ -283,36 +269,13 @@ def _pool_arguments(t: Tensors, record: KvFormat) -> dict[str, Number]:
     }
     if t["kpe_cache"] is not None:
         rope = _pool("kpe_cache", t["kpe_cache"], record, record.segment("rope").tensor)
-        values = {"pages": rope.pages, "page_size": rope.page_size}
-        values |= {"other_pages": pool.pages, "other_page_size": pool.page_size}
-        check([SAME_POOL_GUARD], values, name="kpe_cache", other="k_cache")
+        check([SAME_POOL_GUARD], rope.same_pages(pool), name="kpe_cache", other="k_cache")
         arguments |= {"rope_cache": rope.address, "rope_page_stride_bytes": rope.page_stride_bytes}
     return arguments
 
 
 def _pool(name: str, tensor: torch.Tensor, record: KvFormat, part: str | None = None) -> Pool:
-    """The geometry of a pool. Strides of a single page, or of one-token pages, are what they would be."""
-    rule = record.cache_tensor(part)
-    columns = f"[pages, page_size, 1, columns of KV format {record.format_id}]"
-    require_one_kv_head(name, tensor)
-    require(TensorRule(name, rule.dtypes, columns, (None, None, 1, rule.columns)), tensor)
-    pages, page_size = int(tensor.shape[0]), int(tensor.shape[1])
-    page_bytes = record.page_bytes(page_size, rule.name)
-    page_stride, row_stride = (int(stride) * tensor.element_size() for stride in tensor.stride()[:2])
-    pool = Pool(tensor.data_ptr(), pages, page_size, page_stride if pages > 1 else page_bytes)
-    values = {
-        "pages": pages,
-        "page_size": page_size,
-        "pool_tokens": pool.tokens,
-        "address": pool.address,
-        # Bases and strides are multiples of 16 B; what a single page's stride would be need not be.
-        "page_stride_bytes": page_stride if pages > 1 else 0,
-        "row_stride_bytes": row_stride if page_size > 1 else rule.logical_stride_bytes,
-        "logical_stride_bytes": rule.logical_stride_bytes,
-        "page_bytes": page_bytes,
-    }
-    check(POOL_GUARDS, values, name=name)
-    return pool
+    return checked_pool(name, tensor, record, record.cache_tensor(part), POOL_GUARDS)
 
 
 def _read_rows(t: Tensors, rows: int | None) -> int:

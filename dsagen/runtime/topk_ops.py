@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,9 +10,8 @@ from dsagen.errors import FrozenError, GuardError
 from dsagen.families.topk.op import Candidate, TopkShape, choose, most_lead
 from dsagen.guard import require_bool, require_int
 from dsagen.runtime import traced
-from dsagen.runtime.driver import Driver
 from dsagen.runtime.launch import OpLaunches, Step
-from dsagen.runtime.loader import Loader
+from dsagen.runtime.op_methods import OpMethods
 from dsagen.runtime.plan_cache import PlanCache
 from dsagen.runtime.topk import (
     FORM,
@@ -32,48 +29,23 @@ from dsagen.runtime.topk import (
     table_and_page_size,
 )
 from dsagen.runtime.topk_plan import TopkPlan
-from dsagen.spec import DeploymentSpec
 
 if TYPE_CHECKING:
     from dsagen.runtime.api import Device
-    from dsagen.runtime.device_kernels import DeviceKernels
 
 
 # Shapes remembered; a serving process has a handful.
 _MAX_CHOICES = 256
 
 
-class TopkOps(ABC):
+class TopkOps(OpMethods):
     """topk, its plans and what tells of them, over what `Kernels` provides."""
 
-    spec: DeploymentSpec
-    handle: str
-    _driver: Driver
-    _loader: Loader
     _topk_launches: OpLaunches
-    _debug_sync: bool
-    _checks_values: bool
     # What calls without a plan share, by rows, width, k, device and stream.
     _topk_plans: PlanCache[tuple[int, int, int, int, int], TopkPlan]
     # What `choose` has said, by device and shape.
     _topk_choices: dict[tuple[int, TopkShape], Candidate]
-    _lock: threading.RLock
-
-    @abstractmethod
-    def _require_op(self, op: str) -> None:
-        """GuardError for an op that the spec does not declare."""
-
-    @abstractmethod
-    def _refuse_capture(self, ordinal: int) -> None:
-        """GuardError while a CUDA graph is captured, for what waits for the device."""
-
-    @abstractmethod
-    def _on(self, ordinal: int) -> DeviceKernels:
-        """The deployment's kernels for a device."""
-
-    @abstractmethod
-    def _ordinal(self, device: Device | None) -> int:
-        """A device's number; the default's for None."""
 
     def topk(
         self,

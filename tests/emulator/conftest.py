@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
-
-from dsagen.emulator import library
 
 # Files of kernels of a few instructions, held to numpy; and the one that looks at what they have launched.
 MICRO = frozenset(f"test_{name}" for name in (
@@ -46,8 +39,5 @@ def micro_tests_that_did_not_pass(request: pytest.FixtureRequest) -> list[str]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def shared_machine() -> Iterator[None]:
-    folder = Path(tempfile.gettempdir()) / f"dsagen-emulator-{os.getuid()}"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(library, "_folders", lambda: (folder,))
-        yield
+def machine(shared_machine: None) -> None:
+    """Every test here runs the machine."""

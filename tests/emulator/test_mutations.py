@@ -1,7 +1,7 @@
 """Every barrier, fence, wait, commit and arrival of every family's kernels: without it, or weakened, it is noticed.
 
-What makes no difference is listed with the reason. By default every kernel is tried, with a part of the mutants and of
-the schedules; `--all-mutants` takes all of them.
+What makes no difference is listed with the reason. By default every kernel but those of
+NOT_JUDGED is tried, with a part of the mutants and of the schedules; `--all-mutants` takes all of them.
 """
 
 from __future__ import annotations

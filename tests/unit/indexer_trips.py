@@ -81,9 +81,17 @@ INDEXER_TRIPS = {
     ),
     "IL-09": (
         {**POOL, "page_stride_bytes": 8642},
-        "[IL-09] k_cache: base address 0x100 and page stride 8642 B must be multiples of 4 B: pad the pages",
-        "((address % 4) == 0 && (page_stride_bytes % 4) == 0)",
+        "[IL-09] k_cache: page stride 8642 B is no multiple of 4 B: pad the pages",
+        "(page_stride_bytes % 4) == 0",
         {"page_stride_bytes": 8644},
+        NAMED,
+    ),
+    "IL-15": (
+        {**POOL, "address": 258},
+        "[IL-15] k_cache: base address 0x102 is no multiple of 4 B: pass a cache that begins at one: an allocation "
+        "does, a view into it may not",
+        "(address % 4) == 0",
+        {"address": 260},
         NAMED,
     ),
     "IL-10": (
@@ -96,11 +104,24 @@ INDEXER_TRIPS = {
     ),
     "IL-11": (
         {**QUERY, "stride_h": 132},
-        "[IL-11] q: address 0x100 and strides 8192, 8192, 132 B: each head must start at a multiple of 16 B: pass "
-        "q.contiguous()",
-        "((address % 16) == 0 && (stride_b % 16) == 0 && (stride_n % 16) == 0 && (stride_h % 16) == 0)",
+        "[IL-11] q: strides 8192, 8192, 132 B: each head must start at a multiple of 16 B: pass q.contiguous()",
+        "((stride_b % 16) == 0 && (stride_n % 16) == 0 && (stride_h % 16) == 0)",
         {"stride_h": 144},
         {},
+    ),
+    "IL-16": (
+        {**QUERY, "address": 264},
+        "[IL-16] q: address 0x108 is no multiple of 16 B: pass a tensor that begins at one, such as q.clone()",
+        "(address % 16) == 0",
+        {"address": 272},
+        {},
+    ),
+    "IL-17": (
+        {"page": 5, "pages": 5},
+        "[IL-17] block_table[1, 2] = 5: k_cache has 5 pages, so entries are below 5, or negative for none (3 past it)",
+        "page < pages",
+        {"page": -1},
+        {"request": 1, "column": 2, "count": 3},
     ),
     "IL-12": (
         {"columns": 2**31},

@@ -2,7 +2,7 @@
 only the message reads.
 """
 
-POOL = {"pages": 2, "page_size": 64, "pool_tokens": 128, "page_bytes": 33792, "logical_stride_bytes": 528}
+POOL = {"pages": 2, "page_size": 64, "pool_tokens": 128, "page_bytes": 33792, "token_bytes": 528}
 POOL |= {"address": 256, "page_stride_bytes": 33792, "row_stride_bytes": 528}
 NAMED = {"name": "k_cache"}
 
@@ -70,7 +70,7 @@ KV_CACHE_TRIPS = {
         {**POOL, "row_stride_bytes": 512},
         "[KV-07] k_cache: row stride 512 B and page stride 33792 B do not hold pages of 64 rows of 528 B (33792 B): "
         "rows of a page must be adjacent and pages must not overlap",
-        "(row_stride_bytes == logical_stride_bytes && (pages == 1 || page_stride_bytes >= page_bytes))",
+        "(row_stride_bytes == token_bytes && (pages == 1 || page_stride_bytes >= page_bytes))",
         {"row_stride_bytes": 528},
         NAMED,
     ),

@@ -123,12 +123,13 @@ REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
     ({"q": torch.zeros(3, 2, 16, 128, dtype=torch.uint8)}, "[T-06] q: shape (3, 2, 16, 128), expected"),
     ({"q": torch.zeros(6, 24, 128, dtype=torch.uint8)}, "[T-05] q: 3 dims"),
     ({"q": torch.zeros(3, 9, 24, 128, dtype=torch.uint8)}, "[IL-05] q: 3 requests of 9 tokens"),
-    ({"q": torch.zeros(3, 2, 24, 132, dtype=torch.uint8)[..., :128]}, "[IL-11] q: address 0x"),
+    ({"q": torch.zeros(3, 2, 24, 132, dtype=torch.uint8)[..., :128]}, "[IL-11] q: strides "),
+    ({"q": torch.zeros(3 * 2 * 24 * 128 + 1, dtype=torch.uint8)[1:].view(3, 2, 24, 128)}, "[IL-16] q: address 0x"),
     ({"k_cache": cache(dim=64)}, "[T-06] k_cache: shape (5, 16, 1, 68), expected"),
     ({"k_cache": cache().squeeze(2)}, "[T-05] k_cache: 3 dims"),
     ({"k_cache": cache()[:0]}, "[IL-08] k_cache: 0 pages of 16 keys"),
-    ({"k_cache": cache(pad=2)}, "[IL-09] k_cache: base address 0x"),
-    ({"k_cache": cache(offset=2)}, "[IL-09] k_cache: base address 0x"),
+    ({"k_cache": cache(pad=2)}, "[IL-09] k_cache: page stride "),
+    ({"k_cache": cache(offset=2)}, "[IL-15] k_cache: base address 0x"),
     ({"k_cache": cache(pad=-4)}, "[IL-10] k_cache: row stride 132 B and page stride 2108 B"),
     ({"k_cache": cache().to(torch.float32)}, "[T-04] k_cache: dtype float32"),
     ({"weights": torch.zeros(6, 24, dtype=torch.bfloat16)}, "[T-04] weights: dtype bfloat16, expected float32"),
@@ -201,7 +202,12 @@ def test_longer_lengths_are_errors_where_values_are_checked(monkeypatch):
         short = torch.tensor([0, 49, 1], dtype=torch.int32)
         kernels.indexer_logits(**tensors(context_lens=short), max_seq_len=99)
     kernels.indexer_logits(**tensors(context_lens=lens.clamp(max=40)), max_seq_len=WIDTH)
-    assert len(driver.launches) == 1
+    # Request 1 sees the first 40 keys, so two pages and a half of PAGE; request 0 two keys of its first page.
+    table = torch.tensor([[0, PAGES, PAGES], [1, 2, PAGES + 7], [-1, 0, 1]], dtype=torch.int32)
+    with pytest.raises(GuardError, match=rf"^\[IL-17\] block_table\[1, 2\] = {PAGES + 7}: .* \(1 past it\)"):
+        kernels.indexer_logits(**tensors(context_lens=lens.clamp(max=40), block_table=table), max_seq_len=WIDTH)
+    kernels.indexer_logits(**tensors(context_lens=lens.clamp(max=32), block_table=table), max_seq_len=WIDTH)
+    assert len(driver.launches) == 2
     driver.capturing = True
     with pytest.raises(GuardError, match=r"^\[T-13\]"):
         kernels.indexer_logits(**tensors(), max_seq_len=WIDTH)

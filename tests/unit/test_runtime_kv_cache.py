@@ -336,7 +336,7 @@ def test_explain_tells_kernels_grid_and_floor(kernels):
     assert "[KV-03] rows <= 2147483647  holds" in text
     assert "write: kv_cache-write-warp_rows-sm_90a-kv.v41_interleaved-rule.pow2_scale_floor-rows.bf16\n" in text
     assert "grid: 50 CTAs, a warp a row; 310400 B of traffic, 0.0" in text  # (528 + 1024) x 200
-    assert "[KV-07] row_stride_bytes == logical_stride_bytes" in text
+    assert "[KV-07] row_stride_bytes == token_bytes" in text
     refused = kernels.explain("kv_cache", batch=2**31)
     assert "refuses" in refused and "grid:" not in refused
 

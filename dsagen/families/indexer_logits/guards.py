@@ -74,9 +74,15 @@ POOL_GUARDS = (
     Guard(
         "IL-09",
         "launch",
-        "address % 4 == 0 and page_stride_bytes % 4 == 0",
-        "{name}: base address {address:#x} and page stride {page_stride_bytes} B must be multiples of 4 B: pad the "
-        "pages",
+        "page_stride_bytes % 4 == 0",
+        "{name}: page stride {page_stride_bytes} B is no multiple of 4 B: pad the pages",
+    ),
+    Guard(
+        "IL-15",
+        "launch",
+        "address % 4 == 0",
+        "{name}: base address {address:#x} is no multiple of 4 B: pass a cache that begins at one: an allocation does, "
+        "a view into it may not",
     ),
     Guard(
         "IL-10",
@@ -87,12 +93,20 @@ POOL_GUARDS = (
         "overlap",
     ),
 )
-QUERY_GUARD = Guard(
-    "IL-11",
-    "launch",
-    "address % 16 == 0 and stride_b % 16 == 0 and stride_n % 16 == 0 and stride_h % 16 == 0",
-    "q: address {address:#x} and strides {stride_b}, {stride_n}, {stride_h} B: each head must start at a multiple of "
-    "16 B: pass q.contiguous()",
+QUERY_GUARDS = (
+    Guard(
+        "IL-11",
+        "launch",
+        "stride_b % 16 == 0 and stride_n % 16 == 0 and stride_h % 16 == 0",
+        "q: strides {stride_b}, {stride_n}, {stride_h} B: each head must start at a multiple of 16 B: pass "
+        "q.contiguous()",
+    ),
+    Guard(
+        "IL-16",
+        "launch",
+        "address % 16 == 0",
+        "q: address {address:#x} is no multiple of 16 B: pass a tensor that begins at one, such as q.clone()",
+    ),
 )
 TABLE_GUARD = Guard(
     "IL-12",
@@ -106,7 +120,7 @@ UNSCORED_GUARD = Guard(
     "0 <= unscored and unscored <= 2147483647",
     "unscored_up_to: {unscored} is outside 0..2147483647: pass the k of the selection that follows, or 0",
 )
-# Of values on the device; it costs a wait, so only DSAGEN_CHECK_INDICES asks for it.
+# Of values on the device; they cost a wait, so only DSAGEN_CHECK_INDICES asks for them.
 LENGTH_GUARD = Guard(
     "IL-14",
     "launch",
@@ -114,13 +128,21 @@ LENGTH_GUARD = Guard(
     "context_lens: token {token} of request {request} sees {length} keys, more than the {most_keys} of max_seq_len and "
     "block_table ({count} tokens do): pass a larger max_seq_len, or a wider table",
 )
+PAGE_GUARD = Guard(
+    "IL-17",
+    "launch",
+    "page < pages",
+    "block_table[{request}, {column}] = {page}: k_cache has {pages} pages, so entries are below {pages}, or negative "
+    "for none ({count} past it)",
+)
 LAUNCH_GUARDS: tuple[Guard, ...] = (
     TOKENS_GUARD,
     WIDTH_GUARD,
     TILES_GUARD,
     *POOL_GUARDS,
-    QUERY_GUARD,
+    *QUERY_GUARDS,
     TABLE_GUARD,
     UNSCORED_GUARD,
     LENGTH_GUARD,
+    PAGE_GUARD,
 )

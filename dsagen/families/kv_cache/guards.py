@@ -63,9 +63,9 @@ POOL_GUARDS = (
     Guard(
         "KV-07",
         "launch",
-        "row_stride_bytes == logical_stride_bytes and (pages == 1 or page_stride_bytes >= page_bytes)",
+        "row_stride_bytes == token_bytes and (pages == 1 or page_stride_bytes >= page_bytes)",
         "{name}: row stride {row_stride_bytes} B and page stride {page_stride_bytes} B do not hold pages of "
-        "{page_size} rows of {logical_stride_bytes} B ({page_bytes} B): rows of a page must be adjacent and pages must "
+        "{page_size} rows of {token_bytes} B ({page_bytes} B): rows of a page must be adjacent and pages must "
         "not overlap",
     ),
 )

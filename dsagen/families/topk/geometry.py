@@ -139,7 +139,9 @@ def _select_fields(g: Geometry) -> tuple[SmemField, ...]:
     return (
         SmemField("histogram", "u32", ((1 << g.digit_bits) + 1,), "keys by their next digit"),
         SmemField("warp_sums", "u32", (2, 32), "of a prefix sum over the block, two sets"),
-        SmemField("found", "u32", (4,), "digit of the k-th key, how many of it to take, how many there are"),
+        SmemField(
+            "found", "u32", (4,), "digit of the k-th key, how many of it to take, how many there are; the last rival"
+        ),
         SmemField(
             "listed", "u32", (4,), "elements in the list so far, what one thread tells the others (2), rivals so far"
         ),
