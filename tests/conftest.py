@@ -97,9 +97,12 @@ def no_evidence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dsagen.evidence.shipped_folder", lambda: tmp_path / "no-evidence")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def shared_machine() -> Iterator[None]:
-    """The emulator's machine is compiled once per content of its sources, not once per test run."""
+    """The emulator's machine is compiled once per content of its sources, not once per test run.
+
+    For a module and no longer: tests of how libraries are kept run in the same process.
+    """
     folder = Path(tempfile.gettempdir()) / f"dsagen-emulator-{os.getuid()}"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(library, "_folders", lambda: (folder,))

@@ -168,7 +168,7 @@ def test_a_kernel_that_moves_registers_is_held_to_exactly_what_was_planned(chang
 @pytest.mark.parametrize(
     ("original", "changed", "guard_id"),
     [
-        ("static constexpr int kRowPitchBytes = ", "static constexpr int kRowPitchBytes = 16 + ", "SD-05"),
+        ("int kRowPitchBytes = 6", "int kRowPitchBytes = 16 + 6", "SD-05"),
         ("alignas(16) float shrink", "alignas(16) float inserted[4]; alignas(16) float shrink", "K-03"),
         ("  i32 s_q;", "  i32 inserted; i32 s_q;", "K-04"),
     ],
