@@ -23,7 +23,7 @@ from dsagen.guard import require_int
 from dsagen.log import configure_library_logging
 from dsagen.matrix import expand
 from dsagen.plan import KernelPlan
-from dsagen.runtime import torch_ops as torch_ops  # defines the ops
+from dsagen.runtime import torch_ops
 from dsagen.runtime.bundled import BundledCode
 from dsagen.runtime.cache_ops import CacheOps
 from dsagen.runtime.decode_ops import DecodeOps
@@ -44,14 +44,11 @@ from dsagen.runtime.indexer import OP as LOGITS_OP
 from dsagen.runtime.indexer_ops import IndexerOps
 from dsagen.runtime.kv_cache import FORMS as CACHE_FORMS
 from dsagen.runtime.kv_cache import OP as CACHE_OP
-from dsagen.runtime.launch import OpLaunches
+from dsagen.runtime.launch import OpLaunches, OpRoutes
 from dsagen.runtime.loader import Loader, ReadCode, device_arch, read_cubins
 from dsagen.runtime.plan_cache import PlanCache, PlanKey
-from dsagen.runtime.sparse_decode import (
-    OP,
-    DecodeBinder,
-    SparseDecodePlan,
-)
+from dsagen.runtime.sparse_decode import FORM as DECODE_FORM
+from dsagen.runtime.sparse_decode import OP, DecodeBinder, SparseDecodePlan
 from dsagen.runtime.topk import FORM as TOPK_FORM
 from dsagen.runtime.topk import OP as TOPK_OP
 from dsagen.runtime.topk_ops import TopkOps
@@ -158,7 +155,9 @@ class Kernels(CacheOps, DecodeOps, IndexerOps, TopkOps):
         self._logits_launches = OpLaunches(self._driver, LOGITS_FORM, self._debug_sync)
         self._devices: dict[int, DeviceKernels] = {}
         # What calls without a plan share.
-        self._plans: PlanCache[PlanKey, SparseDecodePlan] = PlanCache()
+        plainly = not (self._debug_sync or self._checks_values or self._poisons)
+        self._decode_routes = OpRoutes(self._driver, DECODE_FORM, 1, enabled=plainly)
+        self._plans: PlanCache[PlanKey, SparseDecodePlan] = PlanCache(dropped=self._decode_routes.forget)
         self._topk_plans = PlanCache()
         self._topk_choices: dict[tuple[int, TopkShape], TopkCandidate] = {}
         self._lock = threading.RLock()
@@ -166,6 +165,14 @@ class Kernels(CacheOps, DecodeOps, IndexerOps, TopkOps):
         self._loader.fetch(self._on(self._default).plans)
         # What the ops of torch know these kernels by; see torch_ops.
         self.handle = register(self, self._archs, type(self._driver).__name__)
+        torch_ops.ENTRANCES.serve(self, self.handle, self.device.type.upper(), self._op_tables())
+
+    def _op_tables(self) -> dict[str, Any]:
+        """Where the launcher in C finds calls of torch's ops that are like one before; None where each is checked."""
+        launches = {"topk": self._topk_launches}
+        launches |= {f"kv_{role}": launches for role, launches in self._cache_launches.items()}
+        tables = {op: None if self._checks_values else of_op.table for op, of_op in launches.items()}
+        return {**tables, OP: self._decode_routes.table}
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise DsagenError(

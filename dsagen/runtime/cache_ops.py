@@ -109,10 +109,10 @@ class CacheOps(OpMethods):
             }
             return traced.kv_read(self.handle, k_cache, out, **options)
         sources = (k_cache, kpe_cache, slots, block_table, row_starts, token_starts)
-        made = self._new_rows(k_cache, slots, rows, extra) if out is None else out
-        repeat = self._cache_launches["read"].repeat
-        if made is not None and not self._checks_values and repeat(*sources, made, extra, rows):
-            return made
+        asked = (*sources, out, extra, rows)
+        repeated = False if self._checks_values else self._cache_launches["read"].repeat(*asked)
+        if repeated is not False:
+            return out if repeated is True else repeated[0]  # type: ignore[return-value]
         self._require_op(OP)
         record = cache_of(self.spec, require_bool("extra", extra))
         tensors = {
@@ -131,7 +131,7 @@ class CacheOps(OpMethods):
             check_table(tensors, arguments)
         result = make_out(out, int(arguments["rows_count"]), record, k_cache.device)
         call = (*sources, result, extra, rows)
-        self._launch_rows("read", extra, ordinal, {**arguments, **out_arguments(result)}, call)
+        self._launch_rows("read", extra, ordinal, {**arguments, **out_arguments(result)}, call, asked)
         return result
 
     def kv_convert(
@@ -166,17 +166,6 @@ class CacheOps(OpMethods):
         self._check_slots(ordinal, {n: (t, arguments[p]) for (n, t), p in zip(slots.items(), pools, strict=True)})
         return self._launch_rows("convert", extra, ordinal, arguments, call)
 
-    def _new_rows(self, k_cache: object, slots: object, rows: object, extra: object) -> torch.Tensor | None:
-        """New rows for a read that is not checked yet; None for what is no read."""
-        record = self.spec.extra_kv_format if extra is True else self.spec.kv_format
-        count = slots.shape[0] if type(slots) is torch.Tensor and slots.dim() == 1 else rows
-        if record is None or type(k_cache) is not torch.Tensor or type(count) is not int or count < 1:
-            return None
-        try:
-            return torch.empty((count, record.d_qk), dtype=torch.bfloat16, device=k_cache.device)
-        except RuntimeError:  # no memory, as for a size that a check would refuse
-            return None
-
     def _check_slots(self, ordinal: int, slots: Mapping[str, tuple[torch.Tensor | None, Number]]) -> None:
         if self._checks_values:
             self._refuse_capture(ordinal)
@@ -190,14 +179,15 @@ class CacheOps(OpMethods):
         ordinal: int,
         arguments: Mapping[str, Number],
         call: tuple[Any, ...],
+        asked: tuple[Any, ...] | None = None,
     ) -> None:
-        """Launch a role's kernel; `call` is what identifies the call, see FORMS: its tensors come first."""
+        """Launch a role's kernel; `call` and `asked` are as OpLaunches.launch takes them, by FORMS."""
         shape = RowsShape(int(arguments["rows_count"]))
         if shape.rows:
             (plan,) = self._on(ordinal).by_role[OP, role + EXTRA if extra else role]
             step, stream = Step(self._loader.load(plan, ordinal), shape.blocks), self._driver.current_stream(ordinal)
             operands = call[: len(FORMS[role].tensors)]
-            self._cache_launches[role].launch([step], stream, arguments, operands, call)
+            self._cache_launches[role].launch([step], stream, arguments, operands, call, asked)
 
     def _explain_rows(self, ordinal: int, rows: int) -> str:
         """What calls of the cache ops with that many rows take."""

@@ -12,6 +12,7 @@ from dsagen.families.sparse_decode.op import WORKSPACE_ALIGNMENT_BYTES, DecodeSh
 from dsagen.guard import require_int
 from dsagen.runtime import traced
 from dsagen.runtime.decode_outputs import make_outputs
+from dsagen.runtime.launch import OpRoutes
 from dsagen.runtime.op_methods import OpMethods
 from dsagen.runtime.plan_cache import PlanCache, PlanKey
 from dsagen.runtime.sparse_decode import (
@@ -33,8 +34,9 @@ class DecodeOps(OpMethods):
 
     _binder: DecodeBinder
     _poisons: bool
-    # What calls without a plan share.
+    # What calls without a plan share, and how those that were checked before find it.
     _plans: PlanCache[PlanKey, SparseDecodePlan]
+    _decode_routes: OpRoutes
 
     def sparse_decode_workspace_bytes(
         self,
@@ -132,21 +134,46 @@ class DecodeOps(OpMethods):
             }
             d_v = self.spec.dims.d_v
             return traced.sparse_decode(self.handle, plan, (q, k_cache, indices), out, lse, d_v, **given)
-        others = (kpe_cache, extra_k_cache, extra_indices, extra_topk_length, extra_kpe_cache)
-        # What `_repeat_decode` does, without a detour for the call that matters most.
-        if (
-            out is not None
-            and lse is not None
-            and type(plan) is SparseDecodePlan
-            and plan.spec is self.spec
-            and not self._checks_values
-            and plan.repeat(q, k_cache, indices, topk_length, attn_sink, out, lse, *others, softmax_scale)
-        ):
-            return out, lse
-        tensors = DecodeTensors(q, k_cache, indices, topk_length, attn_sink, out, lse, *others)
+        # Written out, for a call of an engine ends here, and all that is done before it costs every call.
+        repeated = False
         if plan is None:
-            return self.decode_with_shared_plan(tensors, softmax_scale)
-        return self._repeat_decode(tensors, plan, softmax_scale) or self._decode(tensors, plan, softmax_scale)
+            repeated = self._decode_routes.repeat(
+                q,
+                k_cache,
+                indices,
+                topk_length,
+                attn_sink,
+                out,
+                lse,
+                kpe_cache,
+                extra_k_cache,
+                extra_indices,
+                extra_topk_length,
+                extra_kpe_cache,
+                softmax_scale,
+                None,
+            )
+        elif type(plan) is SparseDecodePlan and plan.spec is self.spec and not self._checks_values:
+            repeated = plan.repeat(
+                q,
+                k_cache,
+                indices,
+                topk_length,
+                attn_sink,
+                out,
+                lse,
+                kpe_cache,
+                extra_k_cache,
+                extra_indices,
+                extra_topk_length,
+                extra_kpe_cache,
+                softmax_scale,
+            )
+        if repeated is not False:
+            return (out, lse) if repeated is True else repeated  # type: ignore[return-value]
+        others = (kpe_cache, extra_k_cache, extra_indices, extra_topk_length, extra_kpe_cache)
+        tensors = DecodeTensors(q, k_cache, indices, topk_length, attn_sink, out, lse, *others)
+        return self._decode(tensors, plan, softmax_scale)
 
     def decode_with_shared_plan(
         self,
@@ -160,41 +187,10 @@ class DecodeOps(OpMethods):
 
         With `may_plan_in_capture` a captured call that finds none has one of its own, in memory of the graph's pool.
         """
-        plan = self._known_plan(tensors, num_splits)
-        found = None if plan is None else self._repeat_decode(tensors, plan, softmax_scale)
-        return found or self._decode(tensors, None, softmax_scale, num_splits, may_plan_in_capture)
-
-    def _repeat_decode(
-        self, tensors: DecodeTensors, plan: SparseDecodePlan, softmax_scale: float | None
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Launch a call again that is like one that the plan has launched; None where there is none."""
-        if type(plan) is not SparseDecodePlan or plan.spec is not self.spec or self._checks_values:
-            return None
-        q, k_cache, indices, topk_length, attn_sink, out, lse, *others = tensors
-        if out is None or lse is None:
-            made = plan.new_outputs()
-            out, lse = made[0] if out is None else out, made[1] if lse is None else lse
-        if plan.repeat(q, k_cache, indices, topk_length, attn_sink, out, lse, *others, softmax_scale):
-            return out, lse
-        return None
-
-    def _known_plan(self, tensors: DecodeTensors, num_splits: int | None) -> SparseDecodePlan | None:
-        """The plan that a call without one has, if there is one already: nothing is checked yet."""
-        try:
-            batch, s_q, topk = tensors.indices.shape
-            extra_topk = 0 if tensors.extra_indices is None else tensors.extra_indices.shape[2]
-            ordinal = self._driver.ordinal(tensors.indices.device)
-        except (AttributeError, ValueError, IndexError):
-            return None
-        if ordinal is None:
-            return None
-        # A PlanKey's fields: making one would cost as much as the rest.
-        key = (batch, s_q, topk, extra_topk, ordinal, self._driver.current_stream(ordinal), num_splits)
-        with self._lock:
-            plan = self._plans.get(key)  # type: ignore[arg-type]
-            if plan is not None and self._driver.is_capturing(ordinal):
-                self._plans.pin(PlanKey(*key))
-            return plan
+        repeated = self._decode_routes.repeat(*tensors, softmax_scale, num_splits)
+        if repeated is True:
+            return _results(tensors)
+        return repeated or self._decode(tensors, None, softmax_scale, num_splits, may_plan_in_capture)
 
     def _decode(
         self,
@@ -206,6 +202,7 @@ class DecodeOps(OpMethods):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """A call that has to be checked first."""
         self._require_op(OP)
+        shares = plan is None
         binding = self._binder.bind(tensors)
         if softmax_scale is not None:
             require_scale(softmax_scale)
@@ -227,7 +224,10 @@ class DecodeOps(OpMethods):
             check_index_values(tensors)
         bound = make_outputs(tensors, self.spec.dims.d_v)
         if rows:
-            plan.launch(binding.arguments, bound, softmax_scale, stream)
+            plan.launch(binding.arguments, bound, tensors, softmax_scale, stream)
+            # In a capture the plan may be the graph's own.
+            if shares and not self._driver.is_capturing(ordinal):
+                plan.serve(self._decode_routes, (*tensors, softmax_scale, num_splits))
         return _results(bound)
 
     def _shared_plan(self, may_plan_in_capture: bool, key: PlanKey) -> SparseDecodePlan:

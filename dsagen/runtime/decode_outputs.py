@@ -48,8 +48,3 @@ def output_strides(t: DecodeTensors, batch: int, s_q: int, heads: int, d_v: int)
         "lse_stride_h": lse[1],
         "lse_stride_s": lse[2],
     }
-
-
-def _free(strides: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """As `free_strides` gives them for a tensor of these."""
-    return tuple(stride if size > 1 else 0 for stride, size in zip(strides, sizes, strict=True))

@@ -62,8 +62,9 @@ class IndexerOps(OpMethods):
         """
         tensors = LogitsTensors(q, k_cache, weights, context_lens, block_table, out)
         scalars = (max_seq_len, unscored_up_to, fill_neg_inf)
-        if out is not None and not self._checks_values and self._logits_launches.repeat(*tensors, *scalars):
-            return out
+        repeated = False if self._checks_values else self._logits_launches.repeat(*tensors, *scalars)
+        if repeated is not False:
+            return out if repeated is True else repeated[0]  # type: ignore[return-value]
         self._require_op(OP)
         fills = require_bool("fill_neg_inf", fill_neg_inf)
         shape, arguments = bind(tensors, max_seq_len, unscored_up_to, fills, self.spec, self._driver)
@@ -84,7 +85,8 @@ class IndexerOps(OpMethods):
             kernel, stream = self._loader.load(plan, ordinal), self._driver.current_stream(ordinal)
             values = {**arguments, **shared, **out_arguments(result)}
             operands = tensors._replace(out=result)
-            self._logits_launches.launch([Step(kernel, part.blocks)], stream, values, operands, (*operands, *scalars))
+            call, asked = (*operands, *scalars), (*tensors, *scalars)
+            self._logits_launches.launch([Step(kernel, part.blocks)], stream, values, operands, call, asked)
         return result
 
     def _explain_logits(self, ordinal: int, batch: int, next_n: int, width: int) -> str:

@@ -6,6 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -90,11 +91,13 @@ class OpLaunches:
     """Launches an op's kernels, all of one call together. Safe to use from several threads.
 
     `repeat(*tensors, *scalars)` launches a call again that is like one that was launched before, and says whether it
-    did: what it does not know, or what looks odd, it leaves to the checks of `launch`'s caller. It is the launcher's
-    own function, so it costs no Python. With `repeats` False it never does.
+    did: what it does not know, or what looks odd, it leaves to the checks of `launch`'s caller. Where a call leaves
+    outputs to the op, `repeat` allocates each by itself with `torch.empty_like`, and returns all outputs in the order
+    of the form in place of True. It is the launcher's own function, so it costs no Python. With `repeats` False it
+    never launches.
     """
 
-    repeat: Callable[..., bool]
+    repeat: Callable[..., Any]
 
     def __init__(self, driver: Driver, form: CallForm, debug_sync: bool, repeats: bool = True) -> None:
         self._driver, self._form, self._debug_sync = driver, form, debug_sync
@@ -104,7 +107,10 @@ class OpLaunches:
         # The debug knob waits between kernels, which the launcher in C does not.
         launcher = None if debug_sync else driver.launcher()
         self._calls = None if launcher is None else launcher.calls(*_call_sizes(form), _MAX_CALLS, self._raise_failure)
-        self.repeat = self._calls.repeat if self._calls is not None and repeats else _never
+        self._output_places = [place for place, name in enumerate(form.tensors) if name in form.outputs]
+        # What `repeat` looks in, None where it has nothing to look in.
+        self.table = self._calls if repeats else None
+        self.repeat = _never if self.table is None else self.table.repeat
 
     def __len__(self) -> int:
         """Launches that are kept ready."""
@@ -132,12 +138,15 @@ class OpLaunches:
         values: Mapping[str, Number],
         operands: Operands,
         call: tuple[Any, ...],
+        asked: tuple[Any, ...] | None = None,
     ) -> None:
         """Run an op's kernels one after the other on a stream.
 
-        `operands` are the tensors of the call and its plan, `call` is what `repeat` takes for a call like this one.
+        `operands` are the tensors of the call and its plan. `call` is its tensors and scalars, with all outputs, and
+        `asked`, which `repeat` takes for a call like this one, is the same without those that were made for it.
         DeviceError names op, kernel and arguments when the driver refuses.
         """
+        asked = call if asked is None else asked
         # The lock covers the launches too: until then the arguments lie in a launch's own block, and another thread's
         # kernel must not come between two that share a workspace.
         with self._lock:
@@ -149,7 +158,26 @@ class OpLaunches:
             launches = tuple(self._describe(step, values, call) for step in chosen)
             context = self._driver.handles(chosen[0].kernel.ordinal, chosen[0].kernel.handle)[1]
             self._calls.launch(stream, context, launches, chosen)
-            self._calls.remember(call, context, launches, chosen)
+            self._calls.remember(asked, context, launches, chosen, partial(self._hollow_outputs, call, asked))
+
+    def _hollow_outputs(
+        self, call: tuple[Any, ...], asked: tuple[Any, ...]
+    ) -> tuple[tuple[int, torch.Tensor], ...] | None:
+        """Of each output that was made for a call: its place, and what later ones are to be like.
+
+        None where one cannot be had now, for want of memory or under a mode of torch.
+        """
+        places = [place for place in self._output_places if asked[place] is None and call[place] is not None]
+        try:
+            hollow = [torch.empty_like(call[place]) for place in places]
+        except RuntimeError:
+            return None
+        if any(type(tensor) is not torch.Tensor for tensor in hollow):
+            return None
+        for tensor in hollow:
+            # Of it only size, strides, dtype and device are taken, so it needs no memory.
+            tensor.untyped_storage().resize_(0)
+        return tuple(zip(places, hollow, strict=True))
 
     def _describe(self, step: Step, values: Mapping[str, Number], call: tuple[Any, ...]) -> tuple[Any, ...]:
         """What the launcher takes for a kernel: handle, configuration, block, and which of its bytes are addresses."""
@@ -214,6 +242,32 @@ class OpLaunches:
         raise DeviceError(
             failure_text(self._form.op, step.kernel, launch_config(step, stream), values, error, debug_sync=False)
         )
+
+
+class OpRoutes:
+    """Which plan serves an op's calls that name none: kept for calls that were checked before, on their stream.
+
+    `repeat(*tensors, *scalars, *choices)` is as that of OpLaunches; `choices` tell plans of one shape apart. A call
+    that is being captured is left to the checks. Routes hold their plans until `forget`.
+    """
+
+    repeat: Callable[..., Any]
+
+    def __init__(self, driver: Driver, form: CallForm, choices: int, enabled: bool) -> None:
+        launcher = driver.launcher() if enabled else None
+        sizes = (len(form.tensors), form.scalars, choices, _MAX_CALLS)
+        self.table = None if launcher is None else launcher.routes(*sizes)
+        self.repeat = _never if self.table is None else self.table.repeat
+
+    def add(self, call: tuple[Any, ...], launches: OpLaunches, plan: object) -> None:
+        """Let a plan, whose `launches` these are, serve calls like this one on the current stream, as it has done."""
+        if self.table is not None and launches.table is not None:
+            self.table.add(call, launches.table, plan)
+
+    def forget(self) -> None:
+        """Let go of all plans."""
+        if self.table is not None:
+            self.table.forget()
 
 
 def launch_config(step: Step, stream: int) -> LaunchConfig:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 MAX_PLANS = 64
@@ -35,10 +35,18 @@ Plan = TypeVar("Plan", bound=HoldsWorkspace)
 
 
 class PlanCache(Generic[Key, Plan]):
-    """The plans used last, within a count and a sum of workspace bytes. Not locked: its owner is."""
+    """The plans used last, within a count and a sum of workspace bytes. Not locked: its owner is.
 
-    def __init__(self, max_plans: int = MAX_PLANS, max_workspace_bytes: int = MAX_WORKSPACE_BYTES) -> None:
-        self._max_plans, self._max_workspace_bytes = max_plans, max_workspace_bytes
+    `dropped` is called when plans have been dropped, for what else may hold them.
+    """
+
+    def __init__(
+        self,
+        max_plans: int = MAX_PLANS,
+        max_workspace_bytes: int = MAX_WORKSPACE_BYTES,
+        dropped: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._max_plans, self._max_workspace_bytes, self._dropped = max_plans, max_workspace_bytes, dropped
         self._plans: OrderedDict[Key, Plan] = OrderedDict()
         self._pinned: dict[Key, Plan] = {}
         self._taken: dict[tuple[Key, int], Plan] = {}
@@ -59,6 +67,7 @@ class PlanCache(Generic[Key, Plan]):
         while len(self._plans) > 1 and (len(self._plans) > self._max_plans or held_bytes > self._max_workspace_bytes):
             _, dropped = self._plans.popitem(last=False)
             held_bytes -= dropped.workspace_bytes
+            self._dropped()
 
     def take(self, key: Key, capture: int) -> Plan | None:
         """The plan of a key for good, for the calls of one captured graph and nobody else; None without one."""

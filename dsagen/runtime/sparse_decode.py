@@ -19,9 +19,9 @@ from dsagen.guard import check
 from dsagen.kv_format import KvFormat
 from dsagen.runtime.blocks import Number
 from dsagen.runtime.decode_caches import no_pool_arguments, pool_addresses, pool_arguments
-from dsagen.runtime.decode_outputs import new_outputs, output_strides
+from dsagen.runtime.decode_outputs import output_strides
 from dsagen.runtime.driver import Driver, Operands
-from dsagen.runtime.launch import CallForm, OpLaunches, Step
+from dsagen.runtime.launch import CallForm, OpLaunches, OpRoutes, Step
 from dsagen.runtime.loader import LoadedKernel
 from dsagen.runtime.tensors import (
     TensorRule,
@@ -229,9 +229,8 @@ class SparseDecodePlan:
         self._launches.hold_stream(None)
         if self._lent is not None:
             self._launches.reserve(self._lent)
-        # See OpLaunches; takes the tensors of a call in the order of DecodeTensors, all outputs given, and the scale.
+        # See OpLaunches; takes the tensors of a call in the order of DecodeTensors, and the scale.
         self.repeat = self._launches.repeat
-        self._hollow_outputs: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
         self._stream: int | None = None
         self._lock = threading.Lock()
 
@@ -264,19 +263,6 @@ class SparseDecodePlan:
     def prepared_launches(self) -> list[Callable[[Operands], None]]:
         """See `OpLaunches.prepared`."""
         return self._launches.prepared()
-
-    def new_outputs(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out, lse) for a call of the plan's shape, as `make_outputs` makes them."""
-        out, lse = self._hollow_outputs
-        if out is None or lse is None:
-            made = new_outputs(self.batch, self.s_q, self.spec.heads, self.spec.dims.d_v, self.device)
-            if all(type(tensor) is torch.Tensor for tensor in made):
-                # Of later ones only sizes, strides and dtypes are taken, so these need no memory.
-                for tensor in made:
-                    tensor.untyped_storage().resize_(0)
-                self._hollow_outputs = made
-            return new_outputs(self.batch, self.s_q, self.spec.heads, self.spec.dims.d_v, self.device)
-        return torch.empty_like(out), torch.empty_like(lse)
 
     def _make_workspace(self, lent: torch.Tensor | None, needed_bytes: int) -> torch.Tensor | None:
         """The caller's memory, or new; None when none is needed."""
@@ -337,12 +323,14 @@ class SparseDecodePlan:
         self,
         bound: Mapping[str, Number],
         tensors: DecodeTensors,
+        asked: DecodeTensors,
         softmax_scale: float | None,
         stream: int,
     ) -> None:
-        """Launch the op's kernels with the arguments of a binding; `tensors` has all outputs, `softmax_scale` as given.
+        """Launch the op's kernels with the arguments of a binding.
 
-        GuardError for another stream than the plan's.
+        `tensors` has all outputs, `asked` those that the call brings, `softmax_scale` is as given. GuardError for
+        another stream than the plan's.
         """
         scale = self.spec.sm_scale if softmax_scale is None else require_scale(softmax_scale)
         values = {**self._arguments, **bound, **call_arguments(self.spec, tensors, scale)}
@@ -353,7 +341,12 @@ class SparseDecodePlan:
                 # All ones is a NaN.
                 self.workspace.fill_(255)
             operands: Operands = (*tensors, self.workspace)
-            self._launches.launch(self._steps, stream, values, operands, (*tensors, softmax_scale))
+            call = (*tensors, softmax_scale)
+            self._launches.launch(self._steps, stream, values, operands, call, (*asked, softmax_scale))
+
+    def serve(self, routes: OpRoutes, call: tuple[Any, ...]) -> None:
+        """Let calls without a plan that are like one of mine come to me; `call` is as the routes take it."""
+        routes.add(call, self._launches, self)
 
     def _bind(self, stream: int) -> None:
         if self._stream is not None:

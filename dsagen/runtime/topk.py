@@ -163,16 +163,6 @@ def output_arguments(t: TopkTensors, out: torch.Tensor) -> dict[str, Number]:
     }
 
 
-def new_output(scores: object, k: object) -> torch.Tensor | None:
-    """New ids for a call that is not checked yet; None for what is no call."""
-    if type(scores) is not torch.Tensor or type(k) is not int or k < 1 or scores.dim() != 2:
-        return None
-    try:
-        return torch.empty((scores.shape[0], k), dtype=torch.int32, device=scores.device)
-    except RuntimeError:  # no memory, as for a size that a check would refuse
-        return None
-
-
 def make_output(t: TopkTensors, k: int) -> torch.Tensor:
     """The ids' destination as given, or new: int32 [rows, k]."""
     if t.out is not None:

@@ -22,7 +22,6 @@ from dsagen.runtime.topk import (
     check_tables,
     check_windows,
     make_output,
-    new_output,
     output_arguments,
     require_determinism,
     shape_of,
@@ -104,12 +103,12 @@ class TopkOps(OpMethods):
             }
             return traced.topk(self.handle, scores, k, out, raw, counts, **given)
         scalars = (k, page_size, drop_neg_inf, determinism, candidate_blocks is not None)
-        result = new_output(scores, k) if out is None else out
-        if result is not None and not self._checks_values and (page_table is None or candidate_blocks is None):
+        if not self._checks_values and (page_table is None or candidate_blocks is None):
             table = page_table if candidate_blocks is None else candidate_blocks
-            call = (scores, lengths, starts, table, table_of_row, table_starts, offsets, result, raw, counts, *scalars)
-            if self._repeat_topk(plan, call):
-                return result
+            call = (scores, lengths, starts, table, table_of_row, table_starts, offsets, out, raw, counts, *scalars)
+            repeated = self._repeat_topk(plan, call)
+            if repeated is not False:
+                return out if repeated is True else repeated[0]  # type: ignore[return-value]
         self._require_op(OP)
         with_table = table_of_row is not None or table_starts is not None
         table, tokens = table_and_page_size(page_table, candidate_blocks, page_size, with_table)
@@ -143,19 +142,20 @@ class TopkOps(OpMethods):
             values = {**arguments, **output_arguments(tensors, result), **held, "row_step": chosen.ctas}
             operands = (*bound, None if plan is None else plan.workspace)
             try:
-                launches.launch(steps, stream, values, operands, (*bound, *scalars))
+                launches.launch(steps, stream, values, operands, (*bound, *scalars), (*tensors, *scalars))
             except BaseException:
                 if plan is not None:
                     plan.spoil()
                 raise
         return result
 
-    def _repeat_topk(self, plan: TopkPlan | None, call: tuple[Any, ...]) -> bool:
-        """Launch a call again that is like one before it; False where there is none, or the plan is not ours."""
+    def _repeat_topk(self, plan: TopkPlan | None, call: tuple[Any, ...]) -> Any:
+        """As OpLaunches.repeat; False where there is no call before it that is like it, or the plan is not ours."""
         if plan is None:
             # Either the kernels share no row, or the call has a plan that it shares with others like it.
-            if self._topk_launches.repeat(*call):
-                return True
+            repeated = self._topk_launches.repeat(*call)
+            if repeated is not False:
+                return repeated
             plan = self._known_topk_plan(call[0], call[len(FORM.tensors)])
         if type(plan) is not TopkPlan or plan.spec is not self.spec:
             return False

@@ -1,7 +1,9 @@
 """The ops as torch knows them, `torch.ops.dsagen.*`: for torch.compile, torch.export and whatever else traces.
 
 Each takes the handle of loaded kernels (`Kernels.handle`) in place of `self`, and no plan: calls of a shape on a stream
-share one. Out variants return nothing. The methods of `Kernels` call these while torch.compile traces them.
+share one. Out variants return nothing, and take what they write ahead of the options, so that it may come by position:
+for a call with keywords torch looks up each argument that the call leaves out. The methods of `Kernels` call these
+while torch.compile traces them.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsagen.runtime.entrances import Entrances
 from dsagen.runtime.handles import find
 from dsagen.runtime.kv_cache import cache_of
 from dsagen.runtime.sparse_decode import DecodeTensors
@@ -26,30 +29,33 @@ _DECODE_OPTIONS = (
     "Tensor? extra_k_cache=None, Tensor? extra_indices=None, Tensor? extra_topk_length=None, Tensor? kpe_cache=None, "
     "Tensor? extra_kpe_cache=None"
 )
-_TOPK = (
-    "Tensor scores, str kernels, int k, Tensor? lengths=None, Tensor? starts=None, Tensor? page_table=None, "
+_TOPK = "Tensor scores, str kernels, int k"
+_TOPK_OPTIONS = (
+    "Tensor? lengths=None, Tensor? starts=None, Tensor? page_table=None, "
     "int? page_size=None, Tensor? table_of_row=None, Tensor? table_starts=None, Tensor? candidate_blocks=None, "
     "Tensor? offsets=None, bool drop_neg_inf=False, str determinism='set'"
 )
-_READ = (
-    "Tensor k_cache, str kernels, Tensor? slots=None, Tensor? block_table=None, Tensor? row_starts=None, "
+_READ = "Tensor k_cache, str kernels"
+_READ_OPTIONS = (
+    "Tensor? slots=None, Tensor? block_table=None, Tensor? row_starts=None, "
     "Tensor? token_starts=None, SymInt? rows=None, Tensor? kpe_cache=None, bool extra=False"
 )
 SCHEMAS = {
     "sparse_decode": f"({_DECODE}, {_DECODE_OPTIONS}) -> (Tensor, Tensor)",
-    "sparse_decode_out": f"({_DECODE}, {_DECODE_OPTIONS}, *, Tensor(a!) out, Tensor(b!) lse) -> ()",
-    "topk": f"({_TOPK}) -> Tensor",
-    "topk_out": f"({_TOPK}, *, Tensor(a!) out, Tensor(b!)? raw=None, Tensor(c!)? counts=None) -> ()",
+    "sparse_decode_out": f"({_DECODE}, Tensor(a!) out, Tensor(b!) lse, {_DECODE_OPTIONS}) -> ()",
+    "topk": f"({_TOPK}, {_TOPK_OPTIONS}) -> Tensor",
+    "topk_out": f"({_TOPK}, Tensor(a!) out, {_TOPK_OPTIONS}, *, Tensor(b!)? raw=None, Tensor(c!)? counts=None) -> ()",
     "kv_write": "(Tensor rows, Tensor(a!) k_cache, Tensor slots, str kernels, Tensor? k_pe=None, "
     "Tensor(b!)? kpe_cache=None, bool extra=False) -> ()",
-    "kv_read": f"({_READ}) -> Tensor",
-    "kv_read_out": f"({_READ}, *, Tensor(a!) out) -> ()",
+    "kv_read": f"({_READ}, {_READ_OPTIONS}) -> Tensor",
+    "kv_read_out": f"({_READ}, Tensor(a!) out, {_READ_OPTIONS}) -> ()",
     "kv_convert": "(Tensor source, Tensor(a!) target, str kernels, Tensor? source_slots=None, "
     "Tensor? target_slots=None, bool extra=False) -> ()",
 }
 
 
-# Parameters are written out: torch calls by position, and gathering them into mappings would cost each call.
+# Parameters are written out: torch calls by position, and gathering them into mappings would cost each call that no
+# entrance repeats.
 
 
 def _sparse_decode(
@@ -162,11 +168,12 @@ def _kv_convert(
     find(kernels).kv_convert(source, target, source_slots=source_slots, target_slots=target_slots, extra=extra)
 
 
-def _into(op: Callable[..., Any]) -> Callable[..., None]:
-    """The op's out variant, which returns nothing."""
+def _into(op: Callable[..., Any], required: int, *outputs: str) -> Callable[..., None]:
+    """The op's out variant, which returns nothing and takes outputs behind its required arguments."""
+    first = required + len(outputs)
 
     def run(*values: Any, **named: Any) -> None:
-        op(*values, **named)
+        op(*values[:required], *values[first:], **dict(zip(outputs, values[required:first], strict=False)), **named)
 
     return run
 
@@ -176,7 +183,7 @@ def _parameters(schema: str) -> tuple[str, ...]:
     return tuple(part.rpartition(" ")[2].partition("=")[0] for part in schema.split(", ") if "=" in part)
 
 
-_READ_NAMES = _parameters(_READ)
+_READ_NAMES = _parameters(_READ_OPTIONS)
 
 
 def _named(names: tuple[str, ...], rest: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
@@ -221,12 +228,12 @@ def _fake_nothing(*values: Any, **named: Any) -> None:
 
 _OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "sparse_decode": (_sparse_decode, _fake_sparse_decode),
-    "sparse_decode_out": (_into(_sparse_decode), _fake_nothing),
+    "sparse_decode_out": (_into(_sparse_decode, 4, "out", "lse"), _fake_nothing),
     "topk": (_topk, _fake_topk),
-    "topk_out": (_into(_topk), _fake_nothing),
+    "topk_out": (_into(_topk, 3, "out"), _fake_nothing),
     "kv_write": (_kv_write, _fake_nothing),
     "kv_read": (_kv_read, _fake_kv_read),
-    "kv_read_out": (_into(_kv_read), _fake_nothing),
+    "kv_read_out": (_into(_kv_read, 2, "out"), _fake_nothing),
     "kv_convert": (_kv_convert, _fake_nothing),
 }
 
@@ -238,3 +245,6 @@ for _name, _schema in SCHEMAS.items():
     # One function for all devices: the kernels tell tensors of a device that they do not serve by themselves.
     _LIBRARY.impl(_name, _real, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=_LIBRARY)
+
+# For calls that are like one before them; `Kernels` tells them what it has.
+ENTRANCES = Entrances(_LIBRARY.impl, {name: real for name, (real, _) in _OPS.items()})

@@ -102,7 +102,10 @@ def rows(count: int, dims: int = 576) -> Tensor:
 # Op: (kernels, arguments of a call).
 CALLS: dict[str, tuple[str, Callable[[str], tuple[tuple[Any, ...], dict[str, Any]]]]] = {
     "sparse_decode": ("decode", lambda h: ((q(), pool(), ids(), h), {"topk_length": lengths(40, 7)})),
-    "sparse_decode_out": ("decode", lambda h: ((q(), pool(), ids(), h, None, torch.zeros(HEADS), 0.1, 1), outputs())),
+    "sparse_decode_out": (
+        "decode",
+        lambda h: ((q(), pool(), ids(), h, *outputs().values(), None, torch.zeros(HEADS), 0.1, 1), {}),
+    ),
     "topk": ("select", lambda h: ((torch.randn(2, 50), h, K), {"lengths": lengths(50, 3)})),
     "topk_out": (
         "select",
@@ -113,7 +116,7 @@ CALLS: dict[str, tuple[str, Callable[[str], tuple[tuple[Any, ...], dict[str, Any
     ),
     "kv_write": ("caches", lambda h: ((rows(3), pool(), lengths(5, -1, 40), h), {})),
     "kv_read": ("caches", lambda h: ((pool(), h), {"slots": lengths(5, -1, 40)})),
-    "kv_read_out": ("caches", lambda h: ((pool(), h, lengths(1, 2)), {"out": rows(2)})),
+    "kv_read_out": ("caches", lambda h: ((pool(), h), {"slots": lengths(1, 2), "out": rows(2)})),
     "kv_convert": (
         "v41",
         lambda h: (

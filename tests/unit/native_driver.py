@@ -62,7 +62,7 @@ class RecordingCuda:
         return found
 
     def reset(self) -> None:
-        for name in ("stub_count", "stub_fail", "stub_pushes", "stub_delay_us", "stub_stream_fails"):
+        for name in ("stub_count", "stub_fail", "stub_pushes", "stub_delay_us", "stub_stream_fails", "stub_capturing"):
             self.set(name, 0)
         self.set_handle("stub_stream", 0)
         self.set_handle("stub_context", 0)
@@ -85,8 +85,8 @@ def recording_cuda() -> RecordingCuda:
     torchs = python.PyCapsule_GetPointer(torch.Tensor.__dlpack_c_exchange_api__, name)
     exchange = python.PyCapsule_New(library.stub_exchange(torchs), name, None)
     make = native.load_module().Launcher
-    types = (torch.Tensor, torch.nn.Parameter)
-    return RecordingCuda(library, make(str(path), exchange, *types), make(str(path), None, *types))
+    torchs_own = (torch.Tensor, torch.nn.Parameter, lambda hollow: torch.empty_like(hollow))
+    return RecordingCuda(library, make(str(path), exchange, *torchs_own), make(str(path), None, *torchs_own))
 
 
 class NativeFakeDriver(FakeDriver):
@@ -132,6 +132,15 @@ class NativeFakeDriver(FakeDriver):
     def stream(self, value: int) -> None:
         self._stream = value
         self.cuda.set_handle("stub_stream", value)
+
+    @property
+    def capturing(self) -> bool:
+        return self._capturing
+
+    @capturing.setter
+    def capturing(self, value: bool) -> None:
+        self._capturing = value
+        self.cuda.set("stub_capturing", int(value))
 
     @property
     def launch_error(self) -> str:

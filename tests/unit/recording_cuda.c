@@ -18,14 +18,14 @@ typedef struct {
 } Record;
 
 Record stub_records[kMostRecords];
-int stub_count, stub_fail, stub_pushes, stub_delay_us, stub_stream_fails, stream_error;
+int stub_count, stub_fail, stub_pushes, stub_delay_us, stub_stream_fails, stub_capturing, stream_error;
 void *stub_stream, *stub_context;
 
 CUresult cuCtxGetCurrent(void** context) { *context = stub_context; return 0; }
 CUresult cuCtxPushCurrent_v2(void* context) { stub_context = context; stub_pushes += 1; return 0; }
 CUresult cuCtxPopCurrent_v2(void** context) { *context = stub_context; stub_context = NULL; return 0; }
 
-CUresult cuStreamIsCapturing(void* stream, int* status) { *status = stream == (void*)0x77; return stream_error; }
+CUresult cuStreamIsCapturing(void* stream, int* status) { *status = stub_capturing || stream == (void*)0x77; return stream_error; }
 
 CUresult cuLaunchKernelEx(const LaunchConfig* config, void* function, void** params, void** extra) {
   if (stub_fail != 0) return stub_fail;

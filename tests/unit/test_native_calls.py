@@ -23,7 +23,7 @@ def test_kernels_of_several_devices_run_in_their_contexts():
     row = ((function, 1, 32, 0, False, 1, bytes(8), ((0, 0, 0),)),)
     tensor = ints(4)
     for device in (0, 1):
-        assert calls.remember((tensor, device), CONTEXT + device, row, ())
+        assert calls.remember((tensor, device), CONTEXT + device, row, (), tuple)
     for device in (1, 0, 1, 1):
         assert calls.repeat(tensor, device)
     contexts = [record.context for record in driver.cuda.drain()]
@@ -37,9 +37,9 @@ def test_a_table_that_is_full_begins_anew():
     calls = launcher.calls(1, 1, 0, 3, print)
     tensor, launch = ints(1), (1 << 40, 1, 32, 0, False, 1, bytes(8), ((0, 0, 0),))
     for number in range(5):
-        assert calls.remember((tensor, number), 1, (launch,), ()) is True
+        assert calls.remember((tensor, number), 1, (launch,), (), tuple) is True
         assert len(calls) == (number % 3) + 1
-    assert calls.remember((tensor, 4), 1, (launch,), ()) is True and len(calls) == 2
+    assert calls.remember((tensor, 4), 1, (launch,), (), tuple) is True and len(calls) == 2
     calls.forget()
     assert len(calls) == 0 and calls.repeat(tensor, 4) is False
 
@@ -57,7 +57,7 @@ def test_a_table_that_is_full_begins_anew():
 def test_launches_that_do_not_fit_are_refused(launches, message):
     calls = recording_cuda().launcher.calls(1, 0, 0, 3, print)
     with pytest.raises(ValueError, match=message):
-        calls.remember((ints(1),), 1, launches, ())
+        calls.remember((ints(1),), 1, launches, (), tuple)
     assert len(calls) == 0
 
 
@@ -68,7 +68,7 @@ def test_an_address_may_lie_inside_of_a_tensor():
     calls = driver.launcher().calls(2, 0, 0, 3, print)
     first = ints(8), ints(8)
     row = (function, 1, 32, 0, False, 1, bytes(16), ((0, 0, 0), (8, 1, 20)))
-    assert calls.remember(first, context, (row,), ())
+    assert calls.remember(first, context, (row,), (), tuple)
     second = ints(8), ints(8)
     assert calls.repeat(*second)
     (record,) = driver.launches

@@ -252,7 +252,8 @@ def test_outputs_that_cannot_be_had_leave_the_call_to_the_checks(name, monkeypat
     def no_memory(*_, **__):
         raise torch.OutOfMemoryError("no memory")
 
-    monkeypatch.setattr(torch, "empty", no_memory)
+    for name_of_maker in ("empty", "empty_like"):
+        monkeypatch.setattr(torch, name_of_maker, no_memory)
     with pytest.raises(torch.OutOfMemoryError, match="no memory"):
         call[name](**tensors)
 
@@ -359,7 +360,7 @@ def test_parameters_without_grad_and_equal_scalars_are_repeated():
     # A number of another type is another call, though it be equal.
     kernels.sparse_decode(**tensors, plan=plan, softmax_scale=1)
     assert plan.repeat(*call, 1) and not plan.repeat(*call, 1.0) and not plan.repeat(*call, True)
-    with pytest.raises(TypeError, match="repeat takes 12 tensors and 1 scalars, got 2 values"):
+    with pytest.raises(TypeError, match="a call has 12 tensors and 1 scalars, got 2 values"):
         plan.repeat(*call[:2])
 
 

@@ -14,10 +14,12 @@ enum {
   kMostScalars = 16,
   kMostDims = 8,
   kMostLaunches = 4,
+  kMostNewOutputs = 4,
   kMostBlockBytes = 1024,
   kTensorWords = 3 + 2 * kMostDims,
   kScalarWords = 4,
-  kMostWords = kMostTensors * kTensorWords + kMostScalars * kScalarWords,
+  // And one for a stream.
+  kMostWords = kMostTensors * kTensorWords + kMostScalars * kScalarWords + 1,
   // Guards ask for no more than multiples of 16 B.
   kAlignmentMask = 15,
 };
@@ -31,7 +33,7 @@ typedef struct {
   PopContextFn pop_context;
   IsCapturingFn is_capturing;
   const DlExchange* exchange;
-  PyObject *exchange_owner, *tensor_type, *parameter_type, *requires_grad, *is_neg;
+  PyObject *exchange_owner, *tensor_type, *parameter_type, *empty_like, *requires_grad, *is_neg;
 } Launcher;
 
 // An address of the block: where it lies there, which tensor it leads into, and how far from its first element.
@@ -51,35 +53,58 @@ typedef struct {
   unsigned char block[kMostBlockBytes];
 } Launch;
 
-typedef struct Call {
-  struct Call* next;
+// An output that a call leaves to us: its place among the tensors, and one like it that has no memory.
+typedef struct {
+  int place;
+  PyObject* hollow;
+} NewOutput;
+
+// What an entry of a table is found by: the words of a reading.
+typedef struct Key {
+  struct Key* next;
   uint64_t hash;
-  int references;
   int word_count;
   uint64_t* words;
+} Key;
+
+enum { kBuckets = 256 };
+
+typedef struct {
+  int count, most;
+  // The one found last, which is the next one as a rule: an engine's layers are alike.
+  Key* latest;
+  Key* buckets[kBuckets];
+} Table;
+
+typedef struct {
+  Key key;
+  int references;
   void* context;
   PyObject* steps;
-  int64_t spans[kMostTensors];
+  int new_count;
+  NewOutput news[kMostNewOutputs];
   int launch_count;
   Launch launches[];
 } Call;
 
+// How many values a call has; tensors come first.
+typedef struct {
+  Launcher* launcher;
+  int tensor_count, scalar_count;
+} Form;
+
 enum { kAnyStream, kNoStream, kOneStream };
-enum { kBuckets = 256 };
 
 typedef struct {
   PyObject_HEAD
-  Launcher* launcher;
+  Form form;
   PyObject* fail;
-  int tensor_count, scalar_count, call_count, most_calls;
   uint32_t outputs;
   int stream_mode;
   void* stream;
   uint64_t reserved_begin, reserved_end;
   pthread_mutex_t mutex;
-  // The call found last, which is the next one as a rule: an engine's layers are alike.
-  Call* latest;
-  Call* buckets[kBuckets];
+  Table table;
 } Calls;
 
 // One call as it is read: the key's words, and each tensor's address (0 where it is None or empty).
@@ -183,48 +208,48 @@ static int read_scalar(PyObject* object, Reading* out) {
 }
 
 // 1 when the call can be known by a key, 0 when Python has to look at it.
-static int read_call(const Calls* self, PyObject* const* args, Reading* out) {
+static int read_call(const Form* form, PyObject* const* args, Reading* out) {
   out->word_count = 0;
-  if (self->launcher->exchange == NULL) return 0;
-  for (int i = 0; i < self->tensor_count; ++i)
-    if (!read_tensor(self->launcher, args[i], i, out)) return 0;
+  if (form->launcher->exchange == NULL) return 0;
+  for (int i = 0; i < form->tensor_count; ++i)
+    if (!read_tensor(form->launcher, args[i], i, out)) return 0;
   // The first tensor is never optional, and the others lie where it does: the key says so.
   if (args[0] == Py_None) return 0;
-  for (int i = 0; i < self->scalar_count; ++i)
-    if (!read_scalar(args[self->tensor_count + i], out)) return 0;
+  for (int i = 0; i < form->scalar_count; ++i)
+    if (!read_scalar(args[form->tensor_count + i], out)) return 0;
   return 1;
 }
 
-static uint64_t hash_words(const uint64_t* words, int count) {
-  uint64_t hash = 0x9E3779B97F4A7C15u;
-  for (int i = 0; i < count; ++i) {
-    hash = (hash ^ words[i]) * 0xD6E8FEB86659FD93u;
-    hash ^= hash >> 32;
+static int read_stream(const Launcher* launcher, const Reading* reading, void** stream) {
+  *stream = NULL;
+  if (launcher->exchange->current_stream(reading->device.type, reading->device.id, stream) == 0) return 1;
+  PyErr_Clear();
+  return 0;
+}
+
+// The address of an output that was made for a call; 0 where it is not what was asked for, as under a mode of torch.
+static int read_new(const Launcher* launcher, PyObject* object, int index, Reading* out) {
+  if ((PyObject*)Py_TYPE(object) != launcher->tensor_type) return 0;
+  DlTensor tensor;
+  if (launcher->exchange->tensor_from_object(object, &tensor) != 0) {
+    PyErr_Clear();
+    return 0;
   }
-  return hash;
-}
-
-static int is_same(const Call* call, const Reading* reading) {
-  return call->word_count == reading->word_count &&
-         memcmp(call->words, reading->words, (size_t)reading->word_count * sizeof *reading->words) == 0;
-}
-
-static Call* find_call(Calls* self, const Reading* reading) {
-  if (self->latest != NULL && is_same(self->latest, reading)) return self->latest;
-  uint64_t hash = hash_words(reading->words, reading->word_count);
-  for (Call* call = self->buckets[hash % kBuckets]; call != NULL; call = call->next)
-    if (call->hash == hash && is_same(call, reading)) return self->latest = call;
-  return NULL;
+  uint64_t address = (uint64_t)(uintptr_t)tensor.data + tensor.byte_offset;
+  if (tensor.data == NULL || (address & kAlignmentMask) != 0) return 0;
+  if (tensor.device.type != out->device.type || tensor.device.id != out->device.id) return 0;
+  out->addresses[index] = address;
+  return 1;
 }
 
 // Whether something that the kernels write shares memory with another tensor of the call.
 static int has_overlap(const Calls* self, const Reading* reading) {
-  for (int i = 0; i < self->tensor_count; ++i) {
+  for (int i = 0; i < self->form.tensor_count; ++i) {
     uint64_t begin = reading->addresses[i], end = begin + (uint64_t)reading->spans[i];
     if (begin == 0) continue;
     if (begin < self->reserved_end && self->reserved_begin < end) return 1;
     if (!(self->outputs >> i & 1)) continue;
-    for (int j = 0; j < self->tensor_count; ++j) {
+    for (int j = 0; j < self->form.tensor_count; ++j) {
       uint64_t other = reading->addresses[j];
       if (j != i && other != 0 && begin < other + (uint64_t)reading->spans[j] && other < end) return 1;
     }

@@ -1,7 +1,7 @@
 // Launching the kernels of a call. See launcher.c for which lock covers what.
 #pragma once
 
-#include "call.h"
+#include "table.h"
 
 static CUresult launch_one(const Launcher* launcher, const Launch* launch, void* block, void* stream) {
   LaunchAttribute attributes[kMostAttributes];
@@ -22,6 +22,20 @@ static CUresult launch_one(const Launcher* launcher, const Launch* launch, void*
   if (config.attribute_count == 0) config.attributes = NULL;
   void* params[1] = {block};
   return launcher->launch_kernel(&config, launch->function, params, NULL);
+}
+
+// The driver's answer whether a stream is being captured: 0 when not; negative: its error.
+static long capture_status(const Launcher* launcher, void* context, void* stream) {
+  void* current = NULL;
+  int status = 0;
+  CUresult code = launcher->current_context(&current);
+  int pushed = code == 0 && current != context;
+  if (pushed) code = launcher->push_context(context);
+  if (code == 0) {
+    code = launcher->is_capturing(stream, &status);
+    if (pushed) launcher->pop_context(&current);
+  }
+  return code == 0 ? status : -(long)code;
 }
 
 typedef struct {
@@ -51,7 +65,8 @@ static Outcome launch_all(const Launcher* launcher, void* context, void* stream,
 static void free_call(Call* call) {
   if (--call->references > 0) return;
   Py_XDECREF(call->steps);
-  PyMem_Free(call->words);
+  for (int i = 0; i < call->new_count; ++i) Py_DECREF(call->news[i].hollow);
+  PyMem_Free(call->key.words);
   PyMem_Free(call);
 }
 
@@ -82,12 +97,51 @@ static PyObject* launch_call(Calls* self, Call* call, const Reading* reading, vo
   Outcome outcome;
   Py_BEGIN_ALLOW_THREADS
   pthread_mutex_lock(&self->mutex);
-  outcome = launch_all(self->launcher, call->context, stream, call->launches, call->launch_count, blocks);
+  outcome = launch_all(self->form.launcher, call->context, stream, call->launches, call->launch_count, blocks);
   pthread_mutex_unlock(&self->mutex);
   Py_END_ALLOW_THREADS
   PyObject* result = outcome.code == 0 ? Py_NewRef(Py_True)
                                        : raise_failure(self, outcome, call, stream, blocks[outcome.index < 0 ? 0 : outcome.index]);
   free_call(call);
   Py_DECREF((PyObject*)self);
+  return result;
+}
+
+// All outputs of a call in the order of their places, with new ones where it is known to bring none; their addresses are
+// added to the reading. NULL without an exception where they cannot be had, for Python to say why.
+static PyObject* make_outputs(const Calls* self, const Call* call, PyObject* const* args, Reading* reading) {
+  const Launcher* launcher = self->form.launcher;
+  PyObject* outputs = PyTuple_New(__builtin_popcount(self->outputs));
+  Py_ssize_t next = 0;
+  for (int place = 0; outputs != NULL && place < self->form.tensor_count; ++place) {
+    if (!(self->outputs >> place & 1)) continue;
+    PyObject* hollow = NULL;
+    for (int i = 0; i < call->new_count; ++i)
+      if (call->news[i].place == place) hollow = call->news[i].hollow;
+    PyObject* output =
+        hollow == NULL ? Py_NewRef(args[place]) : PyObject_CallFunctionObjArgs(launcher->empty_like, hollow, NULL);
+    if (output == NULL && PyErr_ExceptionMatches(PyExc_Exception)) PyErr_Clear();
+    if (output != NULL) PyTuple_SetItem(outputs, next++, output);
+    if (output == NULL || (hollow != NULL && !read_new(launcher, output, place, reading))) Py_CLEAR(outputs);
+  }
+  return outputs;
+}
+
+// Launch a known call again: False where it has to be checked, True, or all of its outputs where some of them are new.
+static PyObject* repeat_call(Calls* self, Call* call, PyObject* const* args, Reading* reading, void* stream) {
+  int may = self->stream_mode == kAnyStream || (self->stream_mode == kOneStream && stream == self->stream);
+  if (!may || has_overlap(self, reading)) Py_RETURN_FALSE;
+  if (call->new_count == 0) return launch_call(self, call, reading, stream);
+  call->references += 1;
+  PyObject* outputs = make_outputs(self, call, args, reading);
+  PyObject* result = outputs;
+  if (outputs != NULL) {
+    PyObject* launched = launch_call(self, call, reading, stream);
+    if (launched == NULL) result = NULL;
+    Py_DECREF(launched == NULL ? outputs : launched);
+  } else if (!PyErr_Occurred()) {
+    result = Py_NewRef(Py_False);
+  }
+  free_call(call);
   return result;
 }
