@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NamedTuple, NoReturn
 
+import torch
 from torch import Tensor
 
 from dsagen.compat.deployments import Deployments, Need
@@ -41,8 +42,7 @@ OLDER = Generation(
 )
 
 
-@dataclass(frozen=True)
-class DecodeCall:
+class DecodeCall(NamedTuple):
     """The arguments of a call by flash_mla's names."""
 
     q: Tensor
@@ -61,6 +61,7 @@ class DecodeCall:
     extra_topk_length: Tensor | None
     enable_batch_invariant: bool = False
     kv_format: str | None = None
+    out: Tensor | None = None
 
 
 def decode(call: DecodeCall, generation: Generation) -> tuple[Tensor, Tensor]:
@@ -79,7 +80,7 @@ def decode(call: DecodeCall, generation: Generation) -> tuple[Tensor, Tensor]:
         _require_dims("extra_indices_in_kvcache", call.extra_indices_in_kvcache, 3)
     shape = _shape_of(call, indices)
     meta.require(shape, FUNCTION)
-    result = _run(call, indices, generation)
+    result = _run(call, indices, shape, generation)
     meta.fill(shape)
     return result
 
@@ -123,12 +124,15 @@ def _require_dims(name: str, tensor: object, dims: int) -> None:
 
 def _shape_of(call: DecodeCall, indices: Tensor) -> CallShape:
     extra, extra_ids = call.extra_k_cache, call.extra_indices_in_kvcache
+    # A tensor's shape is made anew each time that it is asked for.
+    b, s_q, h_q, _ = call.q.shape
+    _, page_block_size, h_k, _ = call.k_cache.shape
     return CallShape(
-        b=call.q.shape[0],
-        s_q=call.q.shape[1],
-        h_q=call.q.shape[2],
-        page_block_size=call.k_cache.shape[1],
-        h_k=call.k_cache.shape[2],
+        b=b,
+        s_q=s_q,
+        h_q=h_q,
+        page_block_size=page_block_size,
+        h_k=h_k,
         causal=call.causal,
         is_fp8_kvcache=call.is_fp8_kvcache,
         topk=indices.shape[2],
@@ -138,7 +142,7 @@ def _shape_of(call: DecodeCall, indices: Tensor) -> CallShape:
     )
 
 
-def _run(call: DecodeCall, indices: Tensor, generation: Generation) -> tuple[Tensor, Tensor]:
+def _run(call: DecodeCall, indices: Tensor, shape: CallShape, generation: Generation) -> tuple[Tensor, Tensor]:
     d_qk = call.q.shape[3]
     kv = _format_of("k_cache", call.k_cache, d_qk, call.kv_format, generation)
     extra = None
@@ -146,22 +150,20 @@ def _run(call: DecodeCall, indices: Tensor, generation: Generation) -> tuple[Ten
         # A name is that of the main cache; a second one of another size has its own format.
         same = call.extra_k_cache.shape[3] == call.k_cache.shape[3]
         extra = kv if same else _format_of("extra_k_cache", call.extra_k_cache, d_qk, None, generation)
-    need = Need(call.q.shape[2], kv, extra, call.enable_batch_invariant)
-    extra_topk = 0 if call.extra_indices_in_kvcache is None else call.extra_indices_in_kvcache.shape[2]
+    need = Need(shape.h_q, kv, extra, call.enable_batch_invariant)
     try:
-        kernels = DEPLOYMENTS.find(need, indices.shape[2], extra_topk, call.q.device)
+        kernels = DEPLOYMENTS.find(need, indices.shape[2], shape.extra_topk or 0, call.q.device)
     except SpecError as error:
         argument = "extra_k_cache" if "extra_kv" in str(error) else "q, k_cache"
         refuse(argument, f"no kernels for {need.heads} heads over {kv}: {' '.join(str(error).split())}")
-    second: dict[str, Any] = {}
-    if call.extra_k_cache is not None:
-        second = {
-            "extra_k_cache": call.extra_k_cache,
-            "extra_indices": call.extra_indices_in_kvcache,
-            "extra_topk_length": call.extra_topk_length,
-        }
-    tensors = DecodeTensors(call.q, call.k_cache, indices, call.topk_length, call.attn_sink, **second)
+    second = (call.extra_k_cache, call.extra_indices_in_kvcache, call.extra_topk_length)
+    first = (call.q, call.k_cache, indices, call.topk_length, call.attn_sink, call.out, None)
+    tensors = DecodeTensors(*first, None, *second)
     scale = d_qk**-0.5 if call.softmax_scale is None else call.softmax_scale
+    if torch.compiler.is_compiling():
+        q, k_cache, indices, *_ = tensors
+        named = {name: getattr(tensors, name) for name in DecodeTensors._fields[3:]}
+        return kernels.sparse_decode(q, k_cache, indices, **named, softmax_scale=scale)
     return kernels.decode_with_shared_plan(tensors, scale, may_plan_in_capture=True)
 
 

@@ -54,6 +54,8 @@ def flash_mla_with_kvcache(
     kv_format: str | None = None,
     descale_q: Tensor | None = None,
     descale_k: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As flash_mla_legacy's, which see, over the caches of the newer generation.
 
@@ -70,6 +72,6 @@ def flash_mla_with_kvcache(
     call = DecodeCall(
         q, k_cache, head_dim_v, tile_scheduler_metadata, num_splits, softmax_scale, causal, is_fp8, indices, attn_sink,
         extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length,
-        require_bool("enable_batch_invariant", enable_batch_invariant), kv_format,
+        require_bool("enable_batch_invariant", enable_batch_invariant), kv_format, out,
     )  # fmt: skip
     return decode(call, OLDER if legacy else NEWER)

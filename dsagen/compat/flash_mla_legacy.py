@@ -51,17 +51,20 @@ def flash_mla_with_kvcache(
     topk_length: Tensor | None = None,
     extra_topk_length: Tensor | None = None,
     kv_format: str | None = None,
+    *,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of sparse decode: bf16 [b, s_q, h_q, 512] and natural-log fp32 [b, h_q, s_q], +inf for an empty row.
 
     q bf16 [b, s_q, h_q, d_qk]; k_cache [pages, page_size, 1, bytes]; indices int32 [b, s_q, topk]. block_table and
     cache_seqlens are not read, as in flash_mla's sparse decode. A cache's format follows from d_qk and its bytes,
-    unless `kv_format` (V32, V32_NO_ROPE, V4, V41, V41_FP4) names it, which 528 bytes without rotary dims need.
+    unless `kv_format` (V32, V32_NO_ROPE, V4, V41, V41_FP4) names it, which 528 bytes without rotary dims need. `out`,
+    by name only, is a destination for the first result, as the wrapper of vLLM's fork has it; of any strides.
     GuardError for what cannot be honoured.
     """
     call = DecodeCall(
         q, k_cache, head_dim_v, tile_scheduler_metadata, num_splits, softmax_scale, causal, is_fp8_kvcache, indices,
-        attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length, kv_format=kv_format,
+        attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length, kv_format=kv_format, out=out,
     )  # fmt: skip
     return decode(call, OLDER)
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 from dsagen.errors import GuardError
 
 
-@dataclass(frozen=True)
-class CallShape:
+class CallShape(NamedTuple):
     """What calls with one metadata object have in common."""
 
     b: int
@@ -44,12 +43,11 @@ class FlashMLASchedMeta:
 
     def require(self, shape: CallShape, function: str) -> None:
         """GuardError for a call of another shape than the first one's."""
-        if self.config is None:
+        if self.config is None or self.config == shape:
             return
-        for field in fields(CallShape):
-            had, has = getattr(self.config, field.name), getattr(shape, field.name)
+        for name, had, has in zip(CallShape._fields, self.config, shape, strict=True):
             if had != has:
                 raise GuardError(
-                    f"[T-20] {function}: tile_scheduler_metadata: made for {field.name} {had}, this call has {has}: "
+                    f"[T-20] {function}: tile_scheduler_metadata: made for {name} {had}, this call has {has}: "
                     "get another with get_mla_metadata() for calls of another shape"
                 )

@@ -66,7 +66,10 @@ NEW = ["enable_batch_invariant", "use_legacy", "kv_format", "descale_q", "descal
 
 def test_signatures():
     older, newer = (inspect.signature(m.flash_mla_with_kvcache).parameters for m in (flash_mla_legacy, flash_mla))
-    assert list(older) == [*COMMON, "kv_format"] and list(newer) == COMMON + NEW
+    assert list(older) == [*COMMON, "kv_format", "out"] and list(newer) == [*COMMON, *NEW, "out"]
+    for parameters in (older, newer):
+        by_name = [name for name, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY]
+        assert by_name == ["out"]
     for parameters, is_fp8 in ((older, False), (newer, None)):
         defaults = {name: p.default for name, p in parameters.items() if p.default is not inspect.Parameter.empty}
         expected = dict.fromkeys(list(parameters)[6:]) | {"causal": False, "is_fp8_kvcache": is_fp8}
@@ -89,6 +92,35 @@ def test_each_is_usable_as_flash_mla(module, monkeypatch):
     for other in (flash_attn_varlen_func, flash_mla_sparse_fwd):
         with pytest.raises(GuardError, match=rf"^\[T-20\] {other.__name__}: op: not built"):
             other(1, 2, x=3)
+
+
+def test_a_destination_may_be_given(module):
+    """By engines whose own flash_mla takes one; theirs is a part of a wider tensor."""
+    wide = torch.zeros(2, 1, 80, 512, dtype=torch.bfloat16)
+    for _ in range(2):
+        out, lse = module.flash_mla_with_kvcache(**call(), out=wide[:, :, :64])
+        assert out.data_ptr() == wide.data_ptr() and out.stride() == (80 * 512, 80 * 512, 512, 1)
+        assert lse.shape == (2, 64, 1)
+    with pytest.raises(GuardError, match=r"^\[T-06\] out: shape"):
+        module.flash_mla_with_kvcache(**call(), out=wide)
+
+
+def test_a_compiled_call_is_one_graph(module):
+    torch._dynamo.reset()
+    given = call()
+    del given["tile_scheduler_metadata"]
+
+    def step(q, out):
+        meta, splits = module.get_mla_metadata()
+        result = module.flash_mla_with_kvcache(
+            **given | {"q": q * 2}, tile_scheduler_metadata=meta, num_splits=splits, out=out
+        )
+        return result[0] + 1, result[1]
+
+    for out in (None, torch.zeros(2, 1, 64, 512).bfloat16()):
+        want = step(given["q"], out)
+        found = torch.compile(step, fullgraph=True, backend="aot_eager")(given["q"], out)
+        assert [(t.shape, t.dtype, t.stride()) for t in found] == [(t.shape, t.dtype, t.stride()) for t in want]
 
 
 def test_the_scale_is_that_of_the_query_unless_given(module, served):
