@@ -152,7 +152,7 @@ def _require_alone(option: str, others: Mapping[str, bool]) -> None:
 
 
 def _bench_host(specs: Sequence[DeploymentSpec], quiet: bool, as_json: bool) -> None:
-    from dsagen.bench.host_cost import measure_host_costs, table_rows
+    from dsagen.bench.host_cost import goal_rows, measure_host_costs, table_rows
     from dsagen.bench.sweep import current_device_name
 
     device = current_device_name()
@@ -162,6 +162,9 @@ def _bench_host(specs: Sequence[DeploymentSpec], quiet: bool, as_json: bool) -> 
         return
     header, rows = table_rows(costs)
     echo_lines([f"host cost of a call on {device}: median of rounds (best round)", *aligned(rows, header, indent=2)])
+    header, rows = goal_rows(costs)
+    if rows:
+        echo_lines(["beside its goals:", *aligned(rows, header, indent=2)])
 
 
 def _progress(quiet: bool) -> Callable[[str], None]:

@@ -64,7 +64,8 @@ def flash_mla_with_kvcache(
     """
     call = DecodeCall(
         q, k_cache, head_dim_v, tile_scheduler_metadata, num_splits, softmax_scale, causal, is_fp8_kvcache, indices,
-        attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length, kv_format=kv_format, out=out,
+        attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length, kv_format=kv_format,
+        out=out,
     )  # fmt: skip
     return decode(call, OLDER)
 

@@ -165,16 +165,17 @@ class OpLaunches:
     ) -> tuple[tuple[int, torch.Tensor], ...] | None:
         """Of each output that was made for a call: its place, and what later ones are to be like.
 
-        None where one cannot be had now, for want of memory or under a mode of torch.
+        None where one cannot be had: for want of memory, under a mode of torch, or since rows lie apart.
         """
         places = [place for place in self._output_places if asked[place] is None and call[place] is not None]
         try:
             hollow = [torch.empty_like(call[place]) for place in places]
         except RuntimeError:
             return None
-        if any(type(tensor) is not torch.Tensor for tensor in hollow):
-            return None
-        for tensor in hollow:
+        for place, tensor in zip(places, hollow, strict=True):
+            # Strides are among the arguments that a repeated call has from this one.
+            if type(tensor) is not torch.Tensor or tensor.stride() != call[place].stride():
+                return None
             # Of it only size, strides, dtype and device are taken, so it needs no memory.
             tensor.untyped_storage().resize_(0)
         return tuple(zip(places, hollow, strict=True))

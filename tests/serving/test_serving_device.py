@@ -10,7 +10,9 @@ import torch
 from engine import HEADS, TOPK, Engine, run
 
 import dsagen
+from dsagen.bench.host_cost import GOALS_US, OP_GOAL_US, goal_rows, host_calls, measure_host_costs
 from dsagen.check.run import device_problem
+from dsagen.cli.table import aligned
 from dsagen.errors import FrozenError, GuardError
 from dsagen.runtime.api import Kernels
 from dsagen.runtime.driver import CudaDriver
@@ -127,8 +129,6 @@ def test_a_plan_is_refused_on_a_second_stream(kernels: Kernels) -> None:
 
 
 def test_nothing_is_loaded_after_prepare(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dsagen.bench.host_cost import host_calls
-
     loads = []
     load = CudaDriver.load_kernel
     monkeypatch.setattr(CudaDriver, "load_kernel", lambda self, *call: (loads.append(call[0]), load(self, *call))[1])
@@ -144,6 +144,19 @@ def test_nothing_is_loaded_after_prepare(monkeypatch: pytest.MonkeyPatch) -> Non
         call()
     torch.cuda.synchronize()
     assert len(loads) == prepared
+
+
+def test_what_a_call_costs_the_host_stands_beside_its_goals(capsys: pytest.CaptureFixture[str]) -> None:
+    """The goals are of an idle H200's host, so they are shown here, and `dsagen bench --host` has the rest."""
+    costs = measure_host_costs(load_spec("v32_h16"))
+    header, rows = goal_rows(costs)
+    with capsys.disabled():
+        print("\n" + "\n".join(aligned(rows, header, indent=2)))
+    us = {(cost.launcher, cost.call): cost.least_us for cost in costs}
+    for call in GOALS_US:
+        assert us["c", call] < us["python", call], f"{call}: the launcher in C repeats nothing"
+        # A call that goes through Python takes more.
+        assert us["c", call.replace("plan", "torch op")] - us["c", call] < 3 * OP_GOAL_US, call
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
