@@ -139,7 +139,7 @@ def _decode_calls(kernels: Kernels) -> Iterator[tuple[str, str, int, Call]]:
     spec, device = kernels.spec, kernels.device
     q, pool = torch.randn(1, 1, spec.heads, spec.dims.d_qk, device=device).bfloat16(), _pool(kernels)
     out = torch.empty(1, 1, spec.heads, spec.dims.d_v, device=device).bfloat16()
-    outputs = {"out": out, "lse": torch.empty(1, 1, spec.heads, device=device).transpose(1, 2)}
+    outputs: dict[str, Any] = {"out": out, "lse": torch.empty(1, 1, spec.heads, device=device).transpose(1, 2)}
     for shape, launches, topk in (("main", 1, min(spec.topk, 64)), ("main + combine", 2, min(spec.topk, 512))):
         ids = torch.randint(0, PAGES * PAGE_SIZE, (1, 1, topk), device=device, dtype=torch.int32)
         for name, call in _calls_of_a_shape(kernels, (q, pool, ids), outputs, launches):
@@ -155,7 +155,7 @@ def _decode_calls(kernels: Kernels) -> Iterator[tuple[str, str, int, Call]]:
 
 
 def _calls_of_a_shape(
-    kernels: Kernels, tensors: tuple[Tensor, Tensor, Tensor], outputs: dict[str, Tensor], launches: int
+    kernels: Kernels, tensors: tuple[Tensor, Tensor, Tensor], outputs: dict[str, Any], launches: int
 ) -> Iterator[tuple[str, Call]]:
     """The ways to make a call of one or two launches, by the plan and by the op of torch."""
     shape, op = (1, 1, tensors[2].shape[2]), torch.ops.dsagen

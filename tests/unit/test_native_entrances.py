@@ -1,6 +1,7 @@
 """Calls without a plan, without outputs and through torch's ops, as the launcher in C repeats them: to the byte."""
 
 import gc
+import struct
 import sys
 import weakref
 from functools import partial
@@ -344,3 +345,20 @@ def test_an_entrance_takes_odd_arguments_to_the_function():
         entrance(tensor, [])
     with pytest.raises(TypeError, match="no keywords"):
         native.load_module().Entrance(a=1)
+
+
+@pytest.mark.parametrize(("width", "repeats"), [(512, True), (509, False)])
+def test_outputs_whose_rows_lie_apart_are_made_in_python(width, repeats):
+    """torch.empty_like would close the gaps, and the strides that were launched with would be wrong."""
+    driver, kernels = make(NativeFakeDriver, "v32_indexer_h128", 128)
+    q, pool = torch.zeros(2, 1, 64, 128, dtype=torch.uint8), torch.zeros(8, 64, 1, 132, dtype=torch.uint8)
+    call = partial(kernels.indexer_logits, q, pool, torch.zeros(2, 64), ints(2), ints(2, 8), max_seq_len=width)
+    results = [call() for _ in range(3)]
+    assert len(kernels._logits_launches) == repeats
+    assert {(result.shape, result.stride()) for result in results} == {((2, width), (512, 1))}
+    (plan,) = kernels._on(0).plans
+    where = {field.name: field for field in plan.params}
+    for record, result in zip(driver.launches, results, strict=True):
+        found = [struct.unpack_from(f"<{kind}", record.block, where[name].offset_bytes)[0] for kind, name in (
+            ("Q", "scores"), ("q" if where["score_stride"].ctype == "i64" else "i", "score_stride"))]  # fmt: skip
+        assert found == [result.data_ptr(), 512]
