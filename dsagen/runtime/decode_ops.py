@@ -226,7 +226,7 @@ class DecodeOps(OpMethods):
         if rows:
             plan.launch(binding.arguments, bound, tensors, softmax_scale, stream)
             # In a capture the plan may be the graph's own.
-            if shares and not self._driver.is_capturing(ordinal):
+            if shares and self._decode_routes.table is not None and not self._driver.is_capturing(ordinal):
                 plan.serve(self._decode_routes, (*tensors, softmax_scale, num_splits))
         return _results(bound)
 

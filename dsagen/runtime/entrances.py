@@ -64,6 +64,11 @@ OP_CALLS: Mapping[str, OpCall] = {
 }
 
 
+def base_of(op: str) -> str:
+    """The op whose out variant this is, or itself."""
+    return op.removesuffix("_out")
+
+
 class Entrances:
     """The entrances of a library's ops. Safe to use from several threads.
 
@@ -91,11 +96,13 @@ class Entrances:
             if key not in self._open:
                 self._open.add(key)
                 for op in self._functions:
-                    self._implement(op, self._entrance(op), key)
+                    # An op without a form of its calls has none.
+                    if base_of(op) in OP_CALLS:
+                        self._implement(op, self._entrance(op), key)
         weakref.finalize(kernels, self._leave, handle, mine).atexit = False
 
     def _entrance(self, op: str) -> Any:
-        base, function = op.removesuffix("_out"), self._functions[op]
+        base, function = base_of(op), self._functions[op]
         call = OP_CALLS[base]
         schema = getattr(torch.ops.dsagen, op).default._schema
         parameters = tuple((argument.name, call.place(argument.name)) for argument in schema.arguments)

@@ -3,6 +3,7 @@
 import gc
 import struct
 import sys
+import threading
 import weakref
 from functools import partial
 
@@ -30,6 +31,7 @@ from dsagen.errors import GuardError
 from dsagen.runtime import native, torch_ops
 from dsagen.runtime.cache_ops import CacheOps
 from dsagen.runtime.decode_ops import DecodeOps
+from dsagen.runtime.entrances import OP_CALLS, base_of
 from dsagen.runtime.launch import OpLaunches
 from dsagen.runtime.sparse_decode import DecodeTensors
 from dsagen.runtime.topk_ops import TopkOps
@@ -73,7 +75,7 @@ def by_position(op, handle, tensors):
 
 
 # Op: (spec, registers of its kernels, a call's tensors, how it is called).
-OP_CALLS = {
+CASES = {
     "sparse_decode": (DECODE, 128, given("decode", "out", "lse"), plain(softmax_scale=0.25, num_splits=2)),
     "sparse_decode by position": (DECODE, 128, given("decode", "out", "lse"), by_position),
     "sparse_decode_out": (DECODE, 128, given("decode"), plain()),
@@ -88,9 +90,9 @@ OP_CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", OP_CALLS)
+@pytest.mark.parametrize("name", CASES)
 def test_an_op_repeats_without_python_what_python_would_launch(name, entered):
-    spec, registers, tensors_of, call = OP_CALLS[name]
+    spec, registers, tensors_of, call = CASES[name]
     op = getattr(OPS, name.split()[0])
     in_c, in_python = (make(driver, spec, registers) for driver in (NativeFakeDriver, FakeDriver))
     kept = [tensors_of() for _ in range(3)]
@@ -126,6 +128,36 @@ def _settled(record, plans):
 
 def _tuple(value):
     return value if isinstance(value, tuple) else (value,)
+
+
+def test_every_op_has_an_entrance():
+    assert {base_of(op) for op in torch_ops.SCHEMAS} == set(OP_CALLS), "give the op an OpCall, or its calls cost Python"
+    assert {name.split()[0] for name in CASES} == set(torch_ops.SCHEMAS)
+    _, kernels = make(NativeFakeDriver, DECODE)
+    assert kernels._op_tables().keys() == OP_CALLS.keys()
+
+
+def test_threads_find_plans_while_others_drop_them():
+    driver, kernels = make(NativeFakeDriver, DECODE)
+    kernels._plans._max_plans = 2
+    errors, widths = [], (8, 16, 24, 32)
+
+    def work(width):
+        tensors = given("decode", "out", "lse")() | {"indices": ints(BATCH, S_Q, width)}
+        try:
+            for _ in range(60):
+                out, lse = OPS.sparse_decode(**tensors, kernels=kernels.handle)
+                assert (out.shape, lse.shape) == ((BATCH, S_Q, HEADS, 512), (BATCH, HEADS, S_Q))
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(width,)) for width in widths]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == [] and len(kernels._plans._plans) == 2
+    assert sum("main" in record.symbol for record in driver.launches) == 60 * len(widths)
 
 
 def test_what_the_form_names_otherwise_is_left_to_python(entered):
