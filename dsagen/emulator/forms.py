@@ -8,6 +8,8 @@ from dataclasses import replace
 
 from dsagen.emulator.operations import Arg, Lowering, Op, Unsupported, constant, items
 from dsagen.emulator.syntax import Imm, Instruction, Neg, Pair, Reg, Sink, Sym, Vec
+from dsagen.emulator.wgmma import PATTERN as WGMMA
+from dsagen.emulator.wgmma import lower_mma_async
 
 Form = Callable[[Lowering, Instruction, re.Match[str]], list[Op]]
 
@@ -357,6 +359,7 @@ _FORMS: tuple[tuple[re.Pattern[str], Form], ...] = tuple(
             rf"\.({'|'.join(_MMA_TYPES)})\.({'|'.join(_MMA_TYPES)})\.(f32|f16|s32)",
             _mma,
         ),
+        (WGMMA, lower_mma_async),
         (
             r"cp\.async\.(ca|cg)\.shared(?:::cta)?\.global(\.L2::cache_hint)?(?:\.L2::(?:64|128|256)B)?",
             _copy_async,

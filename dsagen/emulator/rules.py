@@ -187,6 +187,9 @@ _ASYNC = (
             _rule(rf"mbarrier\.(?:try|test)_wait{order}{_SHARED}\.b64", "mbarrier_wait", "p A s64 -?", 1, relaxed),
         )
     ),
+    _rule(r"wgmma\.fence\.sync\.aligned", "warpgroup_fence", ""),
+    _rule(r"wgmma\.commit_group\.sync\.aligned", "warpgroup_commit", ""),
+    _rule(r"wgmma\.wait_group\.sync\.aligned", "warpgroup_wait", "i"),
     _rule(r"fence\.proxy\.async[\w.:]*", "fence_proxy", ""),
     _rule(r"fence\.mbarrier_init\.release\.cluster", "fence_mbarrier_init", ""),
     _rule(r"fence\.proxy\.[\w.:]+", "nothing", ""),

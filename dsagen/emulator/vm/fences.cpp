@@ -10,7 +10,7 @@ void Order::reset(Cta& cta, u32 linear) {
   on = global_->on;
   views = global_->views;
   warps = static_cast<u32>(cta.warps.size());
-  next_agent_ = 2 * warps;
+  next_agent_ = 2 * warps + (warps + kGroupWarps - 1) / kGroupWarps;
   if (!on) return;
   clocks_.clear();
   clocks_.resize(warps);

@@ -58,6 +58,7 @@ Cta::Cta(const Launch& given, const std::vector<Region>& all, GlobalOrder& order
   storage.resize(count * (row_words + given.predicates) + 32);
   auto base = reinterpret_cast<u32*>((reinterpret_cast<uintptr_t>(storage.data()) + 63) & ~uintptr_t(63));
   warps.resize(count);
+  warpgroups.resize(count / kGroupWarps);
   priorities.resize(count);
   commit_groups.resize(static_cast<size_t>(count) * kLanes);
   for (u32 n = 0; n < count; n++) {
@@ -115,6 +116,7 @@ void Cta::start(u32 number) {
   id[2] = linear / launch->grid[0] / launch->grid[1];
   shared.assign(launch->shared_bytes, 0xff);
   shared_valid.assign(launch->shared_bytes, 0);
+  for (Warpgroup& group : warpgroups) group = Warpgroup();
   for (NamedBarrier& barrier : barriers) barrier = NamedBarrier();
   mbarriers.clear();
   order.reset(*this, linear);
@@ -132,6 +134,7 @@ void Cta::start(u32 number) {
     w.live = w.runnable = w.born;
     w.parked = w.yielded = w.polling = w.grid_waited = 0;
     w.fingerprint = 0;
+    w.groups = ProductGroups();
     w.stands.clear();
     std::fill(w.predicates, w.predicates + launch->predicates, 0);
     w.predicates[1] = kFullMask;

@@ -102,6 +102,7 @@ class Meter;
 }  // namespace vm
 
 #include "order.h"
+#include "warpgroup.h"
 
 namespace vm {
 
@@ -131,6 +132,7 @@ struct Warp {
   u32 fingerprint = 0;       // the next to be replaced
   u32 grid_waited = 0;  // lanes past griddepcontrol.wait
   u32 store = 0;        // number of the store that runs
+  ProductGroups groups;  // of wgmma
   std::vector<Stand> stands;
   std::vector<u8> local;
 
@@ -184,6 +186,7 @@ struct Cta {
   std::vector<u8> shared, shared_valid;
   std::vector<u32> storage;
   std::vector<Warp> warps;
+  std::vector<Warpgroup> warpgroups;
   std::vector<u32> priorities;  // of warps, for schedules that have them
   NamedBarrier barriers[16];
   std::unordered_map<u32, MbarrierClocks> mbarriers;  // by address
@@ -246,6 +249,10 @@ bool complete_some(Cta& cta, bool all);
 void complete_pending(Cta& cta, size_t index);
 
 std::string describe_mbarrier(const Cta& cta, u32 address);
+
+// ---- wgmma (wgmma.cpp) ----
+// A warp that ends must have waited for its products.
+void require_no_products(const Warp& w);
 
 // ---- barriers (barrier.cpp) ----
 void recheck_barriers(Cta& cta);

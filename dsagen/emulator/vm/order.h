@@ -200,6 +200,9 @@ class Order {
   void wait_copies(const Warp& w, u32 lane, u32 count);
   void release_copies(u32 warp, u32 lane, u32 count, Knowledge& into) const;
   u32 copies_issued(u32 warp, u32 lane) const { return clocks_[warp].issued[lane]; }
+  // Products of a warpgroup, whose groups are times; see warpgroup_order.cpp.
+  void read_by_warpgroup(const Warp& w, u32 time, const std::vector<u32>& addresses);
+  void wait_for_warpgroup(const Warp& w, u32 time);
   // mbarriers are agents.
   u32 new_agent() { return next_agent_++; }
   // Whether the lane knows of the last write of a word, which is `found`.
@@ -228,6 +231,10 @@ class Order {
   void share_beside(std::vector<Sharers>& others, const Warp& w, u32 lane, const Sharers& me) const;
   bool joins(const Warp& w, u32 lane, Sharers& other, u32 flags) const;
   bool ordered(const Warp& w, u32 lane, const Sharers& sharers, Access& culprit) const;
+  u16 warpgroup_agent(u32 warp) const;
+  bool known_to_warpgroup(u32 first, const Access& access) const;
+  void require_known_to_warpgroup(u32 first, const Access& written, const Where& where);
+  void share_with_warpgroup(const Warp& w, Unit& unit, const Sharers& me, const Where& where);
   bool has_looked(const Warp& w, u32 lane, const Where& where);
   bool is_same_store(const Warp& w, const Access& other) const;
   std::string describe(const Where& where) const;

@@ -58,7 +58,9 @@ bool Order::knows(const Warp& w, u32 lane, View view, const Access& access) cons
 
 // Whether what the sharers did happens before what the lane does now; else `culprit` is one that does not.
 bool Order::ordered(const Warp& w, u32 lane, const Sharers& sharers, Access& culprit) const {
-  culprit = {sharers.cta, sharers.agent, static_cast<u8>(sharers.agent), 0, sharers.time, sharers.pc, sharers.flags, 0};
+  const bool by_group = (sharers.flags & kByWarpgroup) != 0;
+  const u32 warp = by_group ? (sharers.agent - 2 * warps) * kGroupWarps : sharers.agent;
+  culprit = {sharers.cta, sharers.agent, static_cast<u8>(warp), 0, sharers.time, sharers.pc, sharers.flags, 0};
   // All lanes at once, if all are known.
   const WarpClocks& mine = clocks_[w.index];
   if (sharers.cta == linear_ && sharers.time != kInFlight && mine.common.views[kSeen].knows_all(sharers.agent,
@@ -88,6 +90,9 @@ std::string Order::describe(const Where& where) const {
 
 void Order::clash(u32 lane, const char* act, const Access& other, const char* did, const Where& where) const {
   cta_->fault_lane = lane;
+  if (other.flags & kByWarpgroup)
+    fail("race: %s of %s, which wgmma of warps %u to %u reads (%s); nothing orders the two, and wgmma reads until a "
+         "wgmma.wait_group", act, describe(where).c_str(), other.warp, other.warp + 3, place(*cta_, other.pc).c_str());
   const bool copied = other.agent >= warps;
   fail("race: %s of %s, which %s warp %u, lane %u %s%s (%s); nothing orders the two", act, describe(where).c_str(),
        cta_name(*cta_->launch, other.cta).c_str(), other.warp, other.lane,

@@ -158,7 +158,7 @@ namespace {
 u32 views_told_apart(const Ins& i) {
   constexpr u32 kStrongViews = 1u << kPublished | 1u << kLocal | 1u << kPending;
   const std::string name = handlers()[i.op].first;
-  if (name == "copy_bulk") return 1u << kProxied;
+  if (name == "copy_bulk" || name.compare(0, 6, "wgmma_") == 0) return 1u << kProxied;
   if (name == "fence") return kStrongViews;
   const bool access = name == "ld" || name == "st" || name == "atom";
   return access && (i.flags >> 13 & 7) > static_cast<u32>(Semantics::kRelaxed) ? kStrongViews : 0;

@@ -13,7 +13,7 @@ struct Access {
   u32 flags;
   u32 store;  // which of the warp's stores it belongs to
 };
-enum AccessFlag : u32 { kStrong = 1, kCtaScope = 2, kAsyncProxy = 4 };
+enum AccessFlag : u32 { kStrong = 1, kCtaScope = 2, kAsyncProxy = 4, kByWarpgroup = 8 };
 
 // Accesses of one instruction by lanes of one warp.
 struct Sharers {

@@ -226,6 +226,7 @@ void bra(Warp& w, const Ins& i, u32 mask) {
 void exit_lanes(Warp& w, const Ins&, u32 mask) {
   w.set_pc(w.group & ~mask, w.now + 1);
   w.live &= ~mask;
+  if (w.live == 0) require_no_products(w);
   w.runnable &= ~mask;
   w.stop = true;
   w.cta->progress++;
