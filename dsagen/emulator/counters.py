@@ -8,6 +8,8 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from dsagen.emulator.wgmma import ROWS
+
 # As in vm/counters.h.
 METRICS = (
     "global_read_bytes", "global_written_bytes", "global_read_sectors", "global_written_sectors",
@@ -42,9 +44,11 @@ _CLASSES = tuple(
     )
 )
 _SPACES = ("generic", "global", "shared", "local", "param", "const")
-_TENSOR = re.compile(r"mma_(?:bytes_)?k(\d+)(?:_\w+)?\Z")
+_TENSOR = re.compile(r"(wg)?mma_(?:bytes_)?k(\d+)(?:_\w+)?\Z")
 # Rows times columns of mma.sync's result, and the two operations of a product that is added.
 _MMA_ELEMENTS, _FLOPS_OF_PRODUCT = 16 * 8, 2
+# Bytes of a row of either operand of wgmma, and the bit of WgmmaForm in vm/wgmma.h that says where A lies.
+_WGMMA_ROW_BYTES, _WGMMA_A_IN_REGISTERS = 32, 1 << 9
 _INSTRUCTION = struct.Struct("<HhIiI")
 
 
@@ -55,7 +59,8 @@ class Counters:
     `instructions` are warp instructions by class, guarded-off ones too; polls of an mbarrier that failed, and the way
     back to the next one, do not count. Bytes of global memory are what lanes asked for, sectors are of 32 bytes, each
     once per request of a warp. Wavefronts of shared memory are what banks need to serve a request; conflicts are those
-    past the first of each part that is served at once.
+    past the first of each part that is served at once. A product of a warpgroup counts once for its four warps;
+    `wgmma_shared_bytes` are those of its operands, B's once, and A's where it does not lie in registers.
     """
 
     instructions: Mapping[str, int]
@@ -70,12 +75,15 @@ class Counters:
     shared_written_wavefronts: int
     shared_read_conflicts: int
     shared_written_conflicts: int
+    wgmma_shared_bytes: int = 0
 
     def lines(self) -> list[str]:
         """A line for each counter, classes first."""
         rows = [(f"instructions.{name}", value) for name, value in self.instructions.items()]
         rows += [("tensor_flops", self.tensor_flops), ("barriers", self.barriers)]
         rows += [("async_copied_bytes", self.async_copied_bytes), *((name, getattr(self, name)) for name in METRICS)]
+        if self.wgmma_shared_bytes:
+            rows.append(("wgmma_shared_bytes", self.wgmma_shared_bytes))
         return [f"{name:<28}{value:>16,}" for name, value in rows]
 
 
@@ -98,14 +106,16 @@ class Meter:
         """The counters once the launch has ended."""
         found: dict[str, int] = {}
         flops = 0
-        for (number, _, _, _, flags), count in zip(_INSTRUCTION.iter_unpack(self._code), self._executions, strict=True):
+        operands = 0
+        for (number, _, _, imm, flags), count in zip(_INSTRUCTION.iter_unpack(self._code), self._executions, strict=True):
             if count:
                 name = self._names[number]
                 kind = class_of(name, flags)
                 found[kind] = found.get(kind, 0) + count
-                flops += count * flops_of(name)
+                flops += count * flops_of(name, imm)
+                operands += count * operand_bytes_of(name, imm, flags)
         metrics = dict(zip(METRICS, self._metrics, strict=True))
-        return Counters(dict(sorted(found.items())), flops, barriers, copied_bytes, **metrics)
+        return Counters(dict(sorted(found.items())), flops, barriers, copied_bytes, **metrics, wgmma_shared_bytes=operands)
 
 
 def class_of(name: str, flags: int = 0) -> str:
@@ -116,10 +126,20 @@ def class_of(name: str, flags: int = 0) -> str:
     raise KeyError(name)
 
 
-def flops_of(name: str) -> int:
-    """Floating-point operations of a matrix product of a warp, 0 for anything else."""
+def flops_of(name: str, columns: int = 0) -> int:
+    """Floating-point operations of a matrix product of a warp, or of a warpgroup for `columns`; else 0."""
     found = _TENSOR.match(name)
-    return _FLOPS_OF_PRODUCT * _MMA_ELEMENTS * int(found[1]) if found else 0
+    if found is None:
+        return 0
+    return _FLOPS_OF_PRODUCT * (ROWS * columns if found[1] else _MMA_ELEMENTS) * int(found[2])
+
+
+def operand_bytes_of(name: str, columns: int, flags: int) -> int:
+    """Bytes of shared memory that a product of a warpgroup reads, 0 for anything else."""
+    found = _TENSOR.match(name)
+    if found is None or found[1] is None:
+        return 0
+    return _WGMMA_ROW_BYTES * (columns + (0 if flags & _WGMMA_A_IN_REGISTERS else ROWS))
 
 
 def total(counters: Sequence[Counters]) -> Counters:

@@ -116,7 +116,10 @@ void Cta::start(u32 number) {
   id[2] = linear / launch->grid[0] / launch->grid[1];
   shared.assign(launch->shared_bytes, 0xff);
   shared_valid.assign(launch->shared_bytes, 0);
-  for (Warpgroup& group : warpgroups) group = Warpgroup();
+  for (Warpgroup& group : warpgroups) {
+    group.arrived = 0;
+    group.in_use.clear();
+  }
   for (NamedBarrier& barrier : barriers) barrier = NamedBarrier();
   mbarriers.clear();
   order.reset(*this, linear);

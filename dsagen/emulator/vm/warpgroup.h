@@ -25,7 +25,7 @@ struct OperandsInUse {
 
 struct Warpgroup {
   u32 arrived = 0, pc = 0;  // warps, a bit each, that stand at a product until the others come; and where
-  std::vector<OperandsInUse> in_use;
+  std::vector<OperandsInUse> in_use, spare;
 };
 
 }  // namespace vm

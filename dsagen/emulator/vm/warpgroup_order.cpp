@@ -64,10 +64,11 @@ void Order::share_with_warpgroup(const Warp& w, Unit& unit, const Sharers& me, c
 void Order::read_by_warpgroup(const Warp& w, u32 time, const std::vector<u32>& addresses) {
   const u32 first = w.index / kGroupWarps * kGroupWarps;
   const Sharers me{linear_, warpgroup_agent(w.index), kByWarpgroup, kFullMask, time, w.now};
-  // Neighbours were mostly written together.
-  Access last{};
+  // An operand has few writers, and each of them has mostly written at one time.
+  std::array<Access, 16> found{};
   const auto known = [&](const Access& access) {
     if (access.time == 0) return false;
+    Access& last = found[access.agent % found.size()];
     if (access.time == last.time && access.agent == last.agent && access.cta == last.cta && access.flags == last.flags)
       return true;
     if (!known_to_warpgroup(first, access)) return false;
@@ -76,10 +77,15 @@ void Order::read_by_warpgroup(const Warp& w, u32 time, const std::vector<u32>& a
   };
   for (const u32 address : addresses) {
     const Where where{true, 0, address - kSharedReserve, 16};
-    shadow_->visit(address - kSharedReserve, 16, nullptr, known, [&](Unit& unit) {
+    const auto read = [&](Unit& unit) {
       if (unit.write.time != 0 && !known(unit.write)) require_known_to_warpgroup(first, unit.write, where);
       share_with_warpgroup(w, unit, me, where);
-    });
+    };
+    u32 count = 0;
+    if (Unit* unit = shadow_->exact(address - kSharedReserve, 16, false, known, count))
+      read(*unit);
+    else
+      shadow_->visit(address - kSharedReserve, 16, nullptr, known, read);
   }
 }
 

@@ -2,6 +2,7 @@
 #include "wgmma.h"
 
 #include <algorithm>
+#include <iterator>
 
 #include "wgmma_products.h"
 
@@ -78,17 +79,30 @@ bool uniform_predicate(Warp* warps, u16 predicate) {
 // The operands' bytes one after the other.
 void fetch(Cta& cta, const std::vector<u32>& addresses, std::vector<u8>& bytes) {
   bytes.resize(addresses.size() * kChunkBytes);
-  for (size_t n = 0; n < addresses.size(); n++) {
-    const u8* at = shared_bytes(cta, addresses[n], kChunkBytes, "wgmma.mma_async: read");
-    const u8* valid = cta.shared_valid.data() + (at - cta.shared.data());
+  const u8 *shared = cta.shared.data(), *valid = cta.shared_valid.data();
+  const u64 size = cta.shared.size();
+  u8* to = bytes.data();
+  for (const u32 address : addresses) {
+    // Ahead of the reserve it wraps around.
+    const u64 at = address - kSharedReserve;
+    if (at + kChunkBytes > size) shared_bytes(cta, address, kChunkBytes, "wgmma.mma_async: read");
     constexpr u64 kOnes = 0x0101010101010101ull;
     u64 written[2];
-    std::memcpy(written, valid, sizeof written);
+    std::memcpy(written, valid + at, sizeof written);
     if ((written[0] & written[1]) != kOnes)
       fail("wgmma.mma_async: read of %u bytes at shared byte %u, not written before (or an asynchronous copy has not been "
-           "waited for)", kChunkBytes, addresses[n] - kSharedReserve);
-    std::memcpy(bytes.data() + n * kChunkBytes, at, kChunkBytes);
+           "waited for)", kChunkBytes, static_cast<u32>(at));
+    std::memcpy(to, shared + at, kChunkBytes);
+    to += kChunkBytes;
   }
+}
+
+OperandsInUse take_spare(Warpgroup& group) {
+  if (group.spare.empty()) return {};
+  OperandsInUse out = std::move(group.spare.back());
+  group.spare.pop_back();
+  out.addresses.clear();
+  return out;
 }
 
 // Operands: D, A (a descriptor, or 4 registers), descriptor of B, whether D is added to.
@@ -106,7 +120,9 @@ void mma_async(Warp& w, const Ins& i, u32 mask) {
       fail("wgmma.mma_async: warp %u has committed %u groups, warp %u %u", w.index, open - 1, warps[n].index,
            warps[n].groups.committed);
   const u16 *a = x + form.results(), *b = a + (form.a_in_registers ? 4 : 1);
-  OperandsInUse use{open, w.now, {}, {}};
+  Warpgroup& group = cta.warpgroups[w.index / kGroupWarps];
+  OperandsInUse use = take_spare(group);
+  use.group = open, use.pc = w.now;
   if (!form.a_in_registers) add_chunks(uniform(warps, a[0], "A"), kRowsOfA, form.a_transposed, "A", use.addresses);
   const size_t of_a = use.addresses.size();
   add_chunks(uniform(warps, b[0], "B"), form.columns, form.b_transposed, "B", use.addresses);
@@ -115,7 +131,7 @@ void mma_async(Warp& w, const Ins& i, u32 mask) {
   const bool adds = uniform_predicate(warps, b[1]);
   MULTIPLY(warps, form, {use.bytes.data(), use.bytes.data() + of_a * kChunkBytes, x, a, adds});
   for (u32 n = 0; n < kGroupWarps; n++) warps[n].groups.last = open;
-  if (!cta.order.on) cta.warpgroups[w.index / kGroupWarps].in_use.push_back(std::move(use));
+  (cta.order.on ? group.spare : group.in_use).push_back(std::move(use));
   cta.counters[kMatrixProducts]++;
   release_others(w);
 }
@@ -138,9 +154,11 @@ void require_unchanged(Warp& w, u32 last) {
         fail("wgmma.wait_group: shared byte %u was overwritten since the product at %s, which may have read it until now",
              use.addresses[n] - kSharedReserve, place(cta, use.pc).c_str());
   }
-  in_use.erase(std::remove_if(in_use.begin(), in_use.end(),
-                              [last](const OperandsInUse& use) { return use.group <= last; }),
-               in_use.end());
+  const auto done = std::partition(in_use.begin(), in_use.end(),
+                                   [last](const OperandsInUse& use) { return use.group > last; });
+  std::vector<OperandsInUse>& spare = cta.warpgroups[w.index / kGroupWarps].spare;
+  spare.insert(spare.end(), std::make_move_iterator(done), std::make_move_iterator(in_use.end()));
+  in_use.erase(done, in_use.end());
 }
 
 // imm is how many groups may remain.

@@ -42,9 +42,12 @@ Descriptor decode(u64 bits, const char* what) {
 void add_chunks(u64 descriptor, u32 rows, bool transposed, const char* what, std::vector<u32>& addresses) {
   const Descriptor d = decode(descriptor, what);
   const u32 pattern = kPatternBytes[d.mode], mask = kSwizzleMask[d.mode];
+  const size_t before = addresses.size();
+  addresses.resize(before + 2 * rows);
+  u32* next = addresses.data() + before;
   const auto add = [&](u32 offset) {
     const u32 address = d.start + offset;
-    addresses.push_back(address ^ (address >> 7 & mask) << 4);
+    *next++ = address ^ (address >> 7 & mask) << 4;
   };
   if (!transposed) {
     const u32 half = d.mode == 0 ? d.leading : kChunkBytes;

@@ -13,33 +13,45 @@ namespace {
 // cut off. fp8 was measured on an H200; whether the largest is taken before or after a product is normalised was not.
 constexpr int kFractionBits[] = {0, 0, 0, 13, 13};
 
-// The columns of one 8 x 8 block of D, rows of the warp's half `half`.
+inline Row8 canonical(Row8 x) { return x == x ? x : Row8{} + not_a_number(); }
+
+// The columns of one 8 x 8 block of D, rows of the warp's half `half`. Two rows of a block are 8 lanes of two registers.
 struct Block {
   Row8 sum[8];
   void load(Warp& w, const WgmmaForm& form, const u16* d, u32 block, u32 half) {
-    float values[2 * kLanes];
     if (form.narrow) {
+      float values[2 * kLanes];
       unpack_f16(w.row(d[2 * block + half]), values);
-    } else {
-      const float *even = reinterpret_cast<const float*>(w.row(d[4 * block + 2 * half])),
-                  *odd = reinterpret_cast<const float*>(w.row(d[4 * block + 2 * half + 1]));
-      for (int l = 0; l < kLanes; l++) values[2 * l] = even[l], values[2 * l + 1] = odd[l];
+      std::memcpy(sum, values, sizeof sum);
+      return;
     }
-    std::memcpy(sum, values, sizeof sum);
+    const u32 *even = w.row(d[4 * block + 2 * half]), *odd = w.row(d[4 * block + 2 * half + 1]);
+#pragma GCC unroll 4
+    for (int n = 0; n < 4; n++) {
+      Row8 e, o;
+      std::memcpy(&e, even + 8 * n, sizeof e);
+      std::memcpy(&o, odd + 8 * n, sizeof o);
+      sum[2 * n] = __builtin_shuffle(e, o, Order8{0, 8, 1, 9, 2, 10, 3, 11});
+      sum[2 * n + 1] = __builtin_shuffle(e, o, Order8{4, 12, 5, 13, 6, 14, 7, 15});
+    }
   }
   void store(Warp& w, const WgmmaForm& form, const u16* d, u32 block, u32 half) const {
-    float values[2 * kLanes];
-    std::memcpy(values, sum, sizeof sum);
     if (form.narrow) {
+      float values[2 * kLanes];
+      std::memcpy(values, sum, sizeof sum);
       u32* to = w.row(d[2 * block + half]);
       for (int l = 0; l < kLanes; l++)
         to[l] = half_bits(values[2 * l]) | static_cast<u32>(half_bits(values[2 * l + 1])) << 16;
       return;
     }
     u32 *even = w.row(d[4 * block + 2 * half]), *odd = w.row(d[4 * block + 2 * half + 1]);
-    for (int l = 0; l < kLanes; l++) {
-      even[l] = bits_as<u32>(canonical(values[2 * l]));
-      odd[l] = bits_as<u32>(canonical(values[2 * l + 1]));
+#pragma GCC unroll 4
+    for (int n = 0; n < 4; n++) {
+      const Row8 a = canonical(sum[2 * n]), b = canonical(sum[2 * n + 1]);
+      const Row8 e = __builtin_shuffle(a, b, Order8{0, 2, 4, 6, 8, 10, 12, 14});
+      const Row8 o = __builtin_shuffle(a, b, Order8{1, 3, 5, 7, 9, 11, 13, 15});
+      std::memcpy(even + 8 * n, &e, sizeof e);
+      std::memcpy(odd + 8 * n, &o, sizeof o);
     }
   }
 };
@@ -94,9 +106,44 @@ void load_b(const WgmmaForm& form, const u8* from, Row8* b) {
 
 template <int K>
 inline void add_in_order(Row8* sum, const float (*a)[K], const Row8* b) {
-  for (int k = 0; k < K; k++)
-    for (int n = 0; n < 8; n++) sum[n] = add_product(sum[n], a[n][k], b[k]);
+  // Sums stay in registers.
+  Row8 s0 = sum[0], s1 = sum[1], s2 = sum[2], s3 = sum[3], s4 = sum[4], s5 = sum[5], s6 = sum[6], s7 = sum[7];
+#pragma GCC unroll 4
+  for (int k = 0; k < K; k++) {
+    const Row8 row = b[k];
+    s0 = add_product(s0, a[0][k], row), s1 = add_product(s1, a[1][k], row);
+    s2 = add_product(s2, a[2][k], row), s3 = add_product(s3, a[3][k], row);
+    s4 = add_product(s4, a[4][k], row), s5 = add_product(s5, a[5][k], row);
+    s6 = add_product(s6, a[6][k], row), s7 = add_product(s7, a[7][k], row);
+  }
+  sum[0] = s0, sum[1] = s1, sum[2] = s2, sum[3] = s3, sum[4] = s4, sum[5] = s5, sum[6] = s6, sum[7] = s7;
 }
+
+#ifdef __AVX512DQ__
+inline __m512 beside(Row8 left, Row8 right) {
+  const __m512 wide = _mm512_castps256_ps512(reinterpret_cast<__m256>(left));
+  return _mm512_insertf32x8(wide, reinterpret_cast<__m256>(right), 1);
+}
+
+// The same for two blocks side by side.
+template <int K>
+inline void add_wide_in_order(Row8* left, Row8* right, const float (*a)[K], const __m512* b) {
+  __m512 sum[8];
+#pragma GCC unroll 8
+  for (int n = 0; n < 8; n++) sum[n] = beside(left[n], right[n]);
+#pragma GCC unroll 4
+  for (int k = 0; k < K; k++) {
+    const __m512 row = b[k];
+#pragma GCC unroll 8
+    for (int n = 0; n < 8; n++) sum[n] = _mm512_fmadd_ps(_mm512_set1_ps(a[n][k]), row, sum[n]);
+  }
+#pragma GCC unroll 8
+  for (int n = 0; n < 8; n++) {
+    left[n] = reinterpret_cast<Row8>(_mm512_extractf32x8_ps(sum[n], 0));
+    right[n] = reinterpret_cast<Row8>(_mm512_extractf32x8_ps(sum[n], 1));
+  }
+}
+#endif
 
 // Whole numbers of the unit below the largest summand; false where one is infinite or no number.
 template <int K>
@@ -136,7 +183,23 @@ template <int K>
 void multiply(Warp* warps, const WgmmaForm& form, const WgmmaOperands& o) {
   float a[kRowsOfA][K];
   load_a<K>(warps, form, o, a);
-  for (u32 block = 0; block < form.columns / 8; block++) {
+  u32 block = 0;
+#ifdef __AVX512DQ__
+  for (; kFractionBits[form.a_type] == 0 && block + 2 <= form.columns / 8; block += 2) {
+    Row8 b[2][K];
+    __m512 wide[K];
+    for (u32 side = 0; side < 2; side++) load_b<K>(form, o.b + (block + side) * 8 * kRowBytes, b[side]);
+    for (int k = 0; k < K; k++) wide[k] = beside(b[0][k], b[1][k]);
+    for (u32 n = 0; n < 2 * kGroupWarps; n++) {
+      Block left{}, right{};
+      if (o.adds) left.load(warps[n / 2], form, o.d, block, n % 2), right.load(warps[n / 2], form, o.d, block + 1, n % 2);
+      add_wide_in_order<K>(left.sum, right.sum, a + 8 * n, wide);
+      left.store(warps[n / 2], form, o.d, block, n % 2);
+      right.store(warps[n / 2], form, o.d, block + 1, n % 2);
+    }
+  }
+#endif
+  for (; block < form.columns / 8; block++) {
     Row8 b[K];
     load_b<K>(form, o.b + block * 8 * kRowBytes, b);
     for (u32 n = 0; n < 2 * kGroupWarps; n++) {
