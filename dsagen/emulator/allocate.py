@@ -55,13 +55,13 @@ def _scan(intervals: dict[int, tuple[int, int]]) -> tuple[dict[int, int], int]:
 
 def _intervals(ops: Sequence[Op]) -> tuple[dict[int, tuple[int, int]], dict[int, int]]:
     """First and last position at which each register holds a value, and how many slots each takes."""
-    starts = _block_starts(ops)
+    starts = block_starts(ops)
     ends = [*starts[1:], len(ops)]
     block_at = {start: block for block, start in enumerate(starts)}
     local = _local_sets(ops, starts, ends)
     spans = local.spans
-    followers = [_followers(ops[end - 1], end, block_at) for end in ends]
-    live_in, live_out = _flow(local.uses, local.defs, followers)
+    after = [followers(ops[end - 1], end, block_at) for end in ends]
+    live_in, live_out = _flow(local.uses, local.defs, after)
     for block, (start, end) in enumerate(zip(starts, ends, strict=True)):
         for bit in _bits(live_in[block]):
             _widen(spans, local.numbers[bit], start)
@@ -70,7 +70,8 @@ def _intervals(ops: Sequence[Op]) -> tuple[dict[int, tuple[int, int]], dict[int,
     return spans, local.slots
 
 
-def _block_starts(ops: Sequence[Op]) -> list[int]:
+def block_starts(ops: Sequence[Op]) -> list[int]:
+    """Where the basic blocks begin, in order."""
     starts = {0}
     for at, op in enumerate(ops):
         starts.update(op.jumps)
@@ -79,7 +80,8 @@ def _block_starts(ops: Sequence[Op]) -> list[int]:
     return sorted(start for start in starts if start < len(ops))
 
 
-def _followers(last: Op, end: int, block_at: dict[int, int]) -> list[int]:
+def followers(last: Op, end: int, block_at: dict[int, int]) -> list[int]:
+    """Blocks that may come behind one that ends with this operation, ahead of `end`; `block_at` has their starts."""
     out = [block_at[to] for to in last.jumps]
     if not (last.parts and last.guard is None) and end in block_at:
         out.append(block_at[end])

@@ -8,7 +8,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from dsagen.emulator.wgmma import ROWS
+from dsagen.emulator.wgmma import A_IN_REGISTERS, ROWS
 
 # As in vm/counters.h.
 METRICS = (
@@ -47,8 +47,8 @@ _SPACES = ("generic", "global", "shared", "local", "param", "const")
 _TENSOR = re.compile(r"(wg)?mma_(?:bytes_)?k(\d+)(?:_\w+)?\Z")
 # Rows times columns of mma.sync's result, and the two operations of a product that is added.
 _MMA_ELEMENTS, _FLOPS_OF_PRODUCT = 16 * 8, 2
-# Bytes of a row of either operand of wgmma, and the bit of WgmmaForm in vm/wgmma.h that says where A lies.
-_WGMMA_ROW_BYTES, _WGMMA_A_IN_REGISTERS = 32, 1 << 9
+# Bytes of a row of either operand of wgmma.
+_WGMMA_ROW_BYTES = 32
 _INSTRUCTION = struct.Struct("<HhIiI")
 
 
@@ -107,7 +107,9 @@ class Meter:
         found: dict[str, int] = {}
         flops = 0
         operands = 0
-        for (number, _, _, imm, flags), count in zip(_INSTRUCTION.iter_unpack(self._code), self._executions, strict=True):
+        for (number, _, _, imm, flags), count in zip(
+            _INSTRUCTION.iter_unpack(self._code), self._executions, strict=True
+        ):
             if count:
                 name = self._names[number]
                 kind = class_of(name, flags)
@@ -115,7 +117,9 @@ class Meter:
                 flops += count * flops_of(name, imm)
                 operands += count * operand_bytes_of(name, imm, flags)
         metrics = dict(zip(METRICS, self._metrics, strict=True))
-        return Counters(dict(sorted(found.items())), flops, barriers, copied_bytes, **metrics, wgmma_shared_bytes=operands)
+        return Counters(
+            dict(sorted(found.items())), flops, barriers, copied_bytes, **metrics, wgmma_shared_bytes=operands
+        )
 
 
 def class_of(name: str, flags: int = 0) -> str:
@@ -139,7 +143,7 @@ def operand_bytes_of(name: str, columns: int, flags: int) -> int:
     found = _TENSOR.match(name)
     if found is None or found[1] is None:
         return 0
-    return _WGMMA_ROW_BYTES * (columns + (0 if flags & _WGMMA_A_IN_REGISTERS else ROWS))
+    return _WGMMA_ROW_BYTES * (columns + (0 if flags & A_IN_REGISTERS else ROWS))
 
 
 def total(counters: Sequence[Counters]) -> Counters:

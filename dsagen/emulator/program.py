@@ -14,6 +14,7 @@ from dsagen.emulator.lower import lower
 from dsagen.emulator.operations import LOCAL_WINDOW, PARAM_WINDOW, SHARED_RESERVE, Arg, Const, Op
 from dsagen.emulator.scan import Location
 from dsagen.emulator.syntax import Kernel, Module, Reg, Variable
+from dsagen.emulator.wgmma_flow import refuse_misuse
 from dsagen.errors import EmulatorError
 
 # Module variables lie here, each on its own page; buffers must stay clear.
@@ -82,6 +83,7 @@ def assemble(module: Module, entry: str, numbers: Mapping[str, int]) -> Program:
     graph = CallGraph(module, kernel)
     symbols, layout = _place_variables(graph)
     ops = lower(graph, symbols)
+    refuse_misuse(ops)
     constants = _constants(ops)
     slots = allocate(ops, constants.end)
     predicates = _predicates(ops)
@@ -93,7 +95,7 @@ def assemble(module: Module, entry: str, numbers: Mapping[str, int]) -> Program:
         first = len(args)
         args.extend(_encode(arg, slots, constants, predicates) for arg in op.args)
         imm = op.imm
-        if op.name == "unknown":
+        if op.name in ("unknown", "misuse"):
             imm = len(unknown)
             unknown.append(op.text)
         guard = 0

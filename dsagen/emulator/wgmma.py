@@ -12,6 +12,8 @@ ROWS = 64
 # Type of an element -> dims of a product, number as kUnpack of vm/products.h has it.
 _TYPES = {"f16": (16, 0), "bf16": (16, 1), "tf32": (8, 2), "e4m3": (32, 3), "e5m2": (32, 4)}
 _WHOLE = {"u8": 0, "s8": 1}
+# Bits of flags, as WgmmaForm of vm/wgmma.h has them.
+_NARROW, A_IN_REGISTERS = 1 << 8, 1 << 9
 PATTERN = (
     r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(8|16|32)(\.satfinite)?\.(f32|f16|s32)"
     rf"\.({'|'.join((*_TYPES, *_WHOLE))})\.({'|'.join((*_TYPES, *_WHOLE))})"
@@ -32,7 +34,13 @@ def lower_mma_async(lowering: Lowering, ins: Instruction, match: re.Match[str]) 
     if not whole:
         _require_types(dims, to, a_type, b_type)
         negates, transposes = _modifiers(rest, halves=dims == 16, in_registers=in_registers)
-        flags = _TYPES[a_type][1] | _TYPES[b_type][1] << 4 | (to == "f16") << 8 | negates << 10 | transposes << 11
+        flags = (
+            _TYPES[a_type][1]
+            | _TYPES[b_type][1] << 4
+            | (_NARROW if to == "f16" else 0)
+            | negates << 10
+            | transposes << 11
+        )
     elif dims != 32 or rest:
         raise Unsupported
     else:
@@ -45,7 +53,12 @@ def lower_mma_async(lowering: Lowering, ins: Instruction, match: re.Match[str]) 
     args += _operand_a(lowering, a)
     args += [lowering.source(b, 64), lowering.predicate(adds)]
     name = "wgmma_bytes_k32" if whole else f"wgmma_k{dims}"
-    return [Op(name, args, imm=columns, flags=flags | in_registers << 9)]
+    return [Op(name, args, imm=columns, flags=flags | (A_IN_REGISTERS if in_registers else 0))]
+
+
+def results_of(op: Op) -> int:
+    """How many of a product's operands are accumulators."""
+    return op.imm // (4 if op.flags & _NARROW else 2)
 
 
 def _require_types(dims: int, to: str, a_type: str, b_type: str) -> None:
