@@ -7,7 +7,7 @@ import pytest
 # Files of kernels of a few instructions, held to numpy; and the one that looks at what they have launched.
 MICRO = frozenset(f"test_{name}" for name in (
     "arithmetic", "codes", "conversions", "integer_forms", "matrix_forms", "memory_forms", "emulated_machine", "races",
-    "remaining_forms", "rounding",
+    "remaining_forms", "rounding", "wgmma_forms",
 ))  # fmt: skip
 LAST = "test_every_form"
 _PASSED: set[str] = set()

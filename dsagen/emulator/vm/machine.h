@@ -253,6 +253,8 @@ std::string describe_mbarrier(const Cta& cta, u32 address);
 // ---- wgmma (wgmma.cpp) ----
 // A warp that ends must have waited for its products.
 void require_no_products(const Warp& w);
+// Whether it waits there for others of its warpgroup.
+bool at_product(const Warp& w);
 
 // ---- barriers (barrier.cpp) ----
 void recheck_barriers(Cta& cta);

@@ -112,7 +112,7 @@ std::string Cta::describe_waiting() const {
     }
     if (w.parked != 0)
       text += print("\n  warp %u, lanes %#x: wait for other %s, ", w.index, w.parked,
-                    w.parked == w.live ? "warps of the warpgroup" : "lanes of the warp")
+                    at_product(w) ? "warps of the warpgroup" : "lanes of the warp")
           + place(*this, w.pc[__builtin_ctz(w.parked)]);
     if (w.runnable == 0) continue;
     if (w.polling == 0)

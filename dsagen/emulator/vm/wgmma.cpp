@@ -189,6 +189,11 @@ const Register registers[] = {{"wgmma_k8", mma_async<multiply<8>>},
 
 }  // namespace
 
+bool at_product(const Warp& w) {
+  const u32 number = w.index / kGroupWarps;
+  return number < w.cta->warpgroups.size() && (w.cta->warpgroups[number].arrived >> w.index % kGroupWarps & 1) != 0;
+}
+
 void require_no_products(const Warp& w) {
   if (w.groups.last <= w.groups.waited) return;
   fail("exit with products of wgmma that were not waited for: the last is of group %u, %u were committed and %u waited for",
