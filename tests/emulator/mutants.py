@@ -89,37 +89,56 @@ _CHANGES: tuple[tuple[str, re.Pattern[str], Rewrite], ...] = tuple(
             lambda m: f"{m[1]}relaxed{m[2]}",
         ),
         ("removed", r"griddepcontrol\.wait;", _nothing),
+        ("removed", r"wgmma\.(?:fence|commit_group|wait_group)[^;]*;", _nothing),
+        ("with a group more", r"(wgmma\.wait_group\.sync\.aligned\s+)(\d+);", _one_group_more),
     )
 )  # fmt: skip
 _STATEMENT = re.compile(
     r"(?:^|[;{}:])\s*(?P<guard>@!?[%\w]+\s+)?"
-    r"(?P<text>(?:bar|mbarrier|cp\.async|fence|membar|atom|red|ld|st|griddepcontrol)[\w.:]*[^;{}]*(?:\{[^}]*\}[^;]*)?;)",
+    r"(?P<text>(?:bar|mbarrier|cp\.async|fence|membar|atom|red|ld|st|griddepcontrol|wgmma)[\w.:]*[^;{}]*(?:\{[^}]*\}[^;]*)?;)",
     re.MULTILINE,
 )
 _LOC = re.compile(r"^\s*\.loc\s+\d+ (\d+) (\d+)(?:.*inlined_at \d+ (\d+) (\d+))?", re.MULTILINE)
 
 
+@dataclass(frozen=True)
+class Changed:
+    """A text of which one instruction was changed, which began at `at`."""
+
+    ptx: str
+    change: str
+    instruction: str
+    at: int
+
+
+def changed_texts(ptx: str) -> Iterator[Changed]:
+    """Every change of a PTX text, in its order."""
+    # Statements are looked for one by one: the end of one is the beginning of the next.
+    at = 0
+    while (match := _STATEMENT.search(ptx, at)) is not None:
+        at = match.end("text") - 1
+        instruction = " ".join(match["text"].split())
+        for change, pattern, rewrite in _CHANGES:
+            found = pattern.match(instruction)
+            if found is None:
+                continue
+            text = rewrite(found)
+            start = match.start("guard") if match["guard"] and not text else match.start("text")
+            yield Changed(ptx[:start] + text + ptx[match.end("text") :], change, instruction, match.start("text"))
+
+
 def mutants(kernel: Kernel) -> Iterator[Mutant]:
     """Every mutant of a kernel, in the order of its text."""
     source = render(kernel.plan).text.splitlines()
-    # Statements are looked for one by one: the end of one is the beginning of the next.
-    at, copies = 0, Counter[tuple[str, tuple[int, ...]]]()
-    while (match := _STATEMENT.search(kernel.ptx, at)) is not None:
-        at = match.end("text") - 1
-        instruction = " ".join(match["text"].split())
-        changed = [
-            (change, rewrite(found))
-            for change, pattern, rewrite in _CHANGES
-            if (found := pattern.match(instruction)) is not None
-        ]
-        lines = _calls(kernel.ptx, match.start("text")) if changed else ()
+    copies = Counter[tuple[str, tuple[int, ...]]]()
+    for changed in changed_texts(kernel.ptx):
+        lines = _calls(kernel.ptx, changed.at)
         calls, ahead = (tuple(source[line - back].strip() for line in lines) for back in (1, 2))
-        for change, text in changed:
-            start = match.start("guard") if match["guard"] and not text else match.start("text")
-            ptx = kernel.ptx[:start] + text + kernel.ptx[match.end("text") :]
-            number = kernel.ptx.count("\n", 0, start) + 1
-            yield Mutant(replace(kernel, ptx=ptx), change, instruction, calls, ahead, number, copies[change, lines])
-            copies[change, lines] += 1
+        number = kernel.ptx.count("\n", 0, changed.at) + 1
+        copy = copies[changed.change, lines]
+        copies[changed.change, lines] += 1
+        mutant = replace(kernel, ptx=changed.ptx)
+        yield Mutant(mutant, changed.change, changed.instruction, calls, ahead, number, copy)
 
 
 def _calls(ptx: str, at: int) -> tuple[int, ...]:

@@ -147,7 +147,7 @@ IN_REGISTERS = Product(columns=8, a=None)
     (MMA, f"add.u64 %d4, %d4, 8; {MMA}", r"descriptor \w+ of A starts at shared byte 128, past the first 128 bytes of a "
      "pattern of 1024"),
     (MMA, f"or.b64 %d4, %d4, {1 << 14}; {MMA}", r"descriptor \w+ of A has bits set that are reserved"),
-    (MMA, f"add.u64 %d7, %d7, 64; {MMA}", r"wgmma.mma_async: read of 16 bytes at shared byte \d+: the CTA has \d+"),
+    (MMA, f"add.u64 %d7, %d7, 128; {MMA}", r"wgmma.mma_async: read of 16 bytes at shared byte \d+: the CTA has \d+"),
 ])  # fmt: skip
 def test_what_must_not_be(old: str, new: str, message: str) -> None:
     assert re.search(message, said(PLAIN, old, new))

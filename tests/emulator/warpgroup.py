@@ -102,7 +102,8 @@ class Product:
 
     @property
     def shared_bytes(self) -> int:
-        return self.start_of_b + self.b.size(self.columns)
+        # All threads copy as much.
+        return -(-(self.start_of_b + self.b.size(self.columns)) // (16 * THREADS)) * 16 * THREADS
 
     def __str__(self) -> str:
         def place(layout: Layout | None) -> str:
