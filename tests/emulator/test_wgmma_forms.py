@@ -121,7 +121,7 @@ IN_REGISTERS = Product(columns=8, a=None)
 
 @pytest.mark.parametrize(("old", "new", "message"), [
     (f"{FENCE};", "", r"a product with no wgmma.fence ahead of it"),
-    (f"{FENCE};", f"{FENCE}; add.f32 %d_1, %d_1, %d_1;", r"%d_1 of the product was accessed after the last wgmma.fence"),
+    (f"{FENCE};", f"{FENCE}; add.f32 %d_1, %d_1, %d_1;", r"%d_1 of the product was accessed after the last wgmma"),
     (f"{FENCE};", f"{FENCE}; add.f32 %r30, %d_1, %d_2;", r"%d_\d of the product was accessed after the last wgmma"),
     (f"{FENCE};", f"{FENCE}; add.f32 %r30, %r31, %r32; mov.b32 %d_1, %r30;", r"%d_1 of the product was accessed after"),
     (f"{WAIT} 0;", "", r"%d_0 is accessed, an accumulator of a product that no wgmma.wait_group has waited for"),
@@ -130,22 +130,23 @@ IN_REGISTERS = Product(columns=8, a=None)
     (f"{COMMIT};", f"{COMMIT}; mov.b32 %r30, %d_3; add.f32 %r31, %r30, %r30;", r"%r30 is accessed, an accumulator"),
     (f"{COMMIT};", f"{COMMIT}; mov.b32 %d_3, 0;", r"%d_3 is accessed, an accumulator"),
     (f"{COMMIT};", f"{COMMIT}; ret;", r"exit with products of wgmma that were not waited for: the last is of group 1"),
-    ("fence.proxy.async.shared::cta;", "", r"proxy: wgmma reads shared bytes \d+ to \d+, which warp \d, lane \d+ wrote"),
+    ("fence.proxy.async.shared::cta;", "", r"proxy: wgmma reads shared bytes \d+ to \d+, which warp \d, lane \d+"),
     ("bar.sync 0;", "", r"(race: read by wgmma of shared bytes|not written before)"),
     ("bar.sync 0;", "bar.warp.sync -1;", r"(race: read by wgmma of shared bytes|not written before)"),
-    (f"{COMMIT};", f"{COMMIT}; st.shared.b32 [%r1], 0;", r"race: write of shared bytes 0 to 3, which wgmma of warps 0 to 3 "
-     r"reads \(PTX line \d+\); nothing orders the two, and wgmma reads until a wgmma.wait_group"),
+    (f"{COMMIT};", f"{COMMIT}; st.shared.b32 [%r1], 0;", r"race: write of shared bytes 0 to 3, which wgmma of warps 0 to "
+     r"3 reads \(PTX line \d+\); nothing orders the two, and wgmma reads until a wgmma.wait_group"),
     (MMA, f"setp.lt.u32 %p3, %r0, 96; @%p3 {MMA}", r"lanes of warp 3 have exited"),
     (MMA, f"setp.lt.u32 %p3, %r0, 96; @%p3 {MMA} bar.sync 0;", r"deadlock(.|\n)*wait for other warps of the warpgroup"),
     (MMA, f"setp.lt.u32 %p3, %r0, 16; @%p3 {MMA}", r"deadlock(.|\n)*wait for other lanes of the warp"),
     (MMA, f"setp.lt.u32 %p3, %r0, 64; @%p3 bra A; {MMA} A: {MMA}", r"warp \d is here, others of its warpgroup"),
-    (MMA, f"setp.eq.u32 %p3, %r0, 77; @%p3 add.u64 %d7, %d7, 1; {MMA}", r"the descriptor of B is \w+ in warp 0, lane 0, and "
-     r"\w+ in warp 2, lane 13"),
+    (MMA, f"setp.eq.u32 %p3, %r0, 77; @%p3 add.u64 %d7, %d7, 1; {MMA}",
+     r"the descriptor of B is \w+ in warp 0, lane 0, and \w+ in warp 2, lane 13"),
     (MMA, f"setp.gt.u32 %p2, %r0, 63; {MMA}", r"threads of warp \d disagree on whether to add"),
-    (f"{FENCE};", f"{FENCE}; setp.lt.u32 %p3, %r0, 32; @%p3 bra A; {COMMIT}; A:", r"warp \d has committed \d groups, warp \d \d"),
-    (MMA, f"or.b64 %d7, %d7, {1 << 49}; {MMA}", r"descriptor \w+ of B has the base offset 1; what it does is not calibrated"),
-    (MMA, f"add.u64 %d4, %d4, 8; {MMA}", r"descriptor \w+ of A starts at shared byte 128, past the first 128 bytes of a "
-     "pattern of 1024"),
+    (f"{FENCE};", f"{FENCE}; setp.lt.u32 %p3, %r0, 32; @%p3 bra A; {COMMIT}; A:",
+     r"warp \d has committed \d groups, warp \d \d"),
+    (MMA, f"or.b64 %d7, %d7, {1 << 49}; {MMA}", r"descriptor \w+ of B has the base offset 1; what it does"),
+    (MMA, f"add.u64 %d4, %d4, 8; {MMA}",
+     r"descriptor \w+ of A starts at shared byte 128, past the first 128 bytes of a pattern of 1024"),
     (MMA, f"or.b64 %d4, %d4, {1 << 14}; {MMA}", r"descriptor \w+ of A has bits set that are reserved"),
     (MMA, f"add.u64 %d7, %d7, 128; {MMA}", r"wgmma.mma_async: read of 16 bytes at shared byte \d+: the CTA has \d+"),
 ])  # fmt: skip

@@ -1,8 +1,8 @@
 """A small Hopper pipeline by hand: a ring of bulk copies that feeds products, and products of what was stored.
 
-A warp copies tiles of A and B into two stages; a warpgroup sums their products, rounds the sum to bf16 and multiplies it
-with V, once from registers and once from shared memory. Without any one of its fences, waits, commits and arrivals, or
-with a weaker one, it is noticed.
+A warp copies tiles of A and B into two stages; a warpgroup sums their products, rounds the sum to bf16 and multiplies
+it with V, once from registers and once from shared memory. That one of its fences, waits, commits and arrivals is gone
+or weaker is noticed.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def scores() -> list[str]:
         "wgmma.commit_group.sync.aligned;",
         # The products before have ended; theirs is the other stage.
         "wgmma.wait_group.sync.aligned 1;",
-        f"xor.b32 %r15, %r11, 1; mad.lo.u32 %r15, %r15, 8, %r1; and.b32 %r16, %r0, 31; setp.eq.u32 %p3, %r16, 0;",
+        "xor.b32 %r15, %r11, 1; mad.lo.u32 %r15, %r15, 8, %r1; and.b32 %r16, %r0, 31; setp.eq.u32 %p3, %r16, 0;",
         "setp.ne.and.u32 %p3, %r10, 0, %p3;",
         f"@%p3 mbarrier.arrive.shared.b64 _, [%r15+{EMPTY}];",
         f"add.u32 %r10, %r10, 1; setp.lt.u32 %p5, %r10, {TILES}; @%p5 bra TILE;",
@@ -94,7 +94,8 @@ def products() -> list[str]:
         # Blocks of 8 rows lie 128 bytes apart, halves of a row behind all of them.
         lines += [
             f"add.u32 %r23, %r21, {8 * (n % 2)}; shl.b32 %r23, %r23, 4; and.b32 %r24, %r0, 3;",
-            f"mad.lo.u32 %r23, %r24, 4, %r23; add.u32 %r23, %r23, %r1; st.shared.b32 [%r23+{P + 1024 * (n // 2)}], %a{n};",
+            "mad.lo.u32 %r23, %r24, 4, %r23; add.u32 %r23, %r23, %r1;",
+            f"st.shared.b32 [%r23+{P + 1024 * (n // 2)}], %a{n};",
         ]
     a = VALUE.a
     assert a is not None
