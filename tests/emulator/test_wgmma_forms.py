@@ -133,8 +133,8 @@ IN_REGISTERS = Product(columns=8, a=None)
     ("fence.proxy.async.shared::cta;", "", r"proxy: wgmma reads shared bytes \d+ to \d+, which warp \d, lane \d+"),
     ("bar.sync 0;", "", r"(race: read by wgmma of shared bytes|not written before)"),
     ("bar.sync 0;", "bar.warp.sync -1;", r"(race: read by wgmma of shared bytes|not written before)"),
-    (f"{COMMIT};", f"{COMMIT}; st.shared.b32 [%r1], 0;", r"race: write of shared bytes 0 to 3, which wgmma of warps 0 to "
-     r"3 reads \(PTX line \d+\); nothing orders the two, and wgmma reads until a wgmma.wait_group"),
+    (f"{COMMIT};", f"{COMMIT}; st.shared.b32 [%r1], 0;", r"race: write of shared bytes 0 to 3, which wgmma of warps 0 "
+     r"to 3 reads \(PTX line \d+\); nothing orders the two, and wgmma reads until a wgmma.wait_group"),
     (MMA, f"setp.lt.u32 %p3, %r0, 96; @%p3 {MMA}", r"lanes of warp 3 have exited"),
     (MMA, f"setp.lt.u32 %p3, %r0, 96; @%p3 {MMA} bar.sync 0;", r"deadlock(.|\n)*wait for other warps of the warpgroup"),
     (MMA, f"setp.lt.u32 %p3, %r0, 16; @%p3 {MMA}", r"deadlock(.|\n)*wait for other lanes of the warp"),

@@ -1,0 +1,97 @@
+"""A micro-kernel with its inputs, how it is run on the emulator, and when two results of it agree."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from micro import kernel, launch
+
+from dsagen.emulator import Memory
+
+THREADS = 128
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A kernel `k` of 64-bit pointers: to each input in order, then to the output, which is zeros before.
+
+    `within` is how far results may be apart: 0 to the bit, NaN being equal to any other; else relative to each value,
+    or, where `of_largest` is set, to the largest one. `refused`: the emulator declines the kernel with this text, so
+    that the record only tells what silicon makes of it.
+    """
+
+    name: str
+    ptx: str
+    inputs: tuple[np.ndarray, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    threads: int = THREADS
+    grid: int = 1
+    within: float = 0.0
+    of_largest: bool = False
+    refused: str = ""
+
+    @property
+    def key(self) -> str:
+        """What a record was made of: the text, the inputs and the launch."""
+        digest = hashlib.sha256(f"{self.ptx}\n{self.grid} {self.threads} {self.shape} {self.dtype}".encode())
+        for array in self.inputs:
+            digest.update(f"{array.dtype} {array.shape}".encode() + np.ascontiguousarray(array).tobytes())
+        return digest.hexdigest()[:32]
+
+    def run_emulated(self) -> np.ndarray:
+        """The output as the emulator computes it; EmulatorError where it declines."""
+        out, memory = np.zeros(self.shape, self.dtype), Memory()
+        arrays = [*(np.ascontiguousarray(array) for array in self.inputs), out]
+        addresses = [memory.add(f"array{n}", array, writable=array is out) for n, array in enumerate(arrays)]
+        launch(self.ptx, addresses, memory, threads=self.threads, grid=self.grid)
+        return out
+
+    def difference(self, found: np.ndarray, recorded: np.ndarray) -> str:
+        """How the results differ by more than they may; empty where they agree."""
+        if found.dtype.kind != "f":
+            wrong = found != recorded
+        else:
+            # Wider, so that differences do not overflow; infinities have to be equal.
+            a, b = found.astype(np.float64), recorded.astype(np.float64)
+            with np.errstate(invalid="ignore"):
+                size = np.nanmax(np.abs(b[np.isfinite(b)]), initial=0.0) if self.of_largest else np.abs(b)
+                near = np.abs(a - b) <= self.within * size
+            same = (found == recorded) & (np.signbit(found) == np.signbit(recorded)) if self.within == 0 else a == b
+            wrong = ~(same | near & (self.within != 0) & np.isfinite(a) & np.isfinite(b) | np.isnan(a) & np.isnan(b))
+        if not wrong.any():
+            return ""
+        at = tuple(int(n) for n in np.argwhere(wrong)[0])
+        return (
+            f"{self.name}: {int(wrong.sum())} of {wrong.size} results differ, the first at {at}: {found[at]} here, "
+            f"{recorded[at]} on the device"
+        )
+
+
+_TYPE = {1: ("u8", "%h"), 2: ("b16", "%h"), 4: ("b32", "%r"), 8: ("b64", "%d")}
+
+
+def elementwise(
+    name: str, body: str, inputs: Sequence[np.ndarray], dtype: str, within: float = 0.0, elements: int = 0
+) -> Case:
+    """`body` computes {out} of {a}, {b}, .., an element a thread; `elements` where there are no inputs."""
+    count = elements or len(inputs[0])
+    assert count % THREADS == 0
+    lines = [f"mov.u32 %r1, %ctaid.x; mad.lo.u32 %r0, %r1, {THREADS}, %r0;"]
+    names = {}
+    for n, kind in enumerate([*(array.dtype for array in inputs), np.dtype(dtype)]):
+        suffix, prefix = _TYPE[kind.itemsize]
+        register = f"{prefix}{20 + n}"
+        lines.append(f"ld.param.u64 %d{n}, [p{n}]; mad.wide.u32 %d{n}, %r0, {kind.itemsize}, %d{n};")
+        if n < len(inputs):
+            lines.append(f"ld.global.{suffix} {register}, [%d{n}];")
+        names["{" + ("abcd"[n] if n < len(inputs) else "out") + "}"] = register
+    for placeholder, register in names.items():
+        body = body.replace(placeholder, register)
+    last = len(inputs)
+    lines += [body, f"st.global.{_TYPE[np.dtype(dtype).itemsize][0]} [%d{last}], {names['{out}']};"]
+    text = kernel("\n".join(lines), last + 1)
+    return Case(name, text, tuple(inputs), (count,), dtype, grid=count // THREADS, within=within)
