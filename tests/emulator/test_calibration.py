@@ -77,9 +77,7 @@ def test_ptxas_takes_a_case(case: Case) -> None:
 @pytest.mark.parametrize("record", RECORDS or ["none"])
 def test_the_emulator_gives_what_a_device_gave(record: str) -> None:
     if not RECORDS:
-        pytest.skip(
-            "no recorded device: nothing is calibrated (python -m tests.emulator.calibration 0 FILE)"
-        )
+        pytest.skip("no recorded device: nothing is calibrated (python -m tests.emulator.calibration 0 FILE)")
     rows = RECORDS[record]["cases"]
     assert [case.name for case in cases() if rows.get(case.name, {}).get("key") != case.key] == []
     differences = [

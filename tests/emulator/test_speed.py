@@ -6,6 +6,7 @@ with and without the checks for races.
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from micro import kernel, launch
+from warpgroup import Product, inputs_of, run
 
 import dsagen
 from dsagen.emulator import Memory
@@ -64,6 +66,36 @@ def nanoseconds(instruction: str, *, races: bool = False) -> float:
 ], ids=lambda value: value.split()[0] if isinstance(value, str) else "")  # fmt: skip
 def test_an_instruction(instruction: str, most: float) -> None:
     assert nanoseconds(instruction) <= ROOM * most
+
+
+# Microseconds of a product of a warpgroup that are asked for on one core with AVX-512, and what other ones take.
+PRODUCTS = {Product(columns=256): 15.0, Product(columns=256, a=None): 15.0, Product("f32", "e4m3", "e4m3", 256): 150.0}
+PRODUCT_ROUNDS = 25
+
+
+def microseconds(form: Product, *, races: bool) -> float:
+    """Of one product among four in a group."""
+    text = form.text()
+    mark = re.search(r"wgmma\.mma_async[^;]*;", text)
+    assert mark is not None
+    group = f"{mark[0]} {mark[0]} {mark[0]} {mark[0]} wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;"
+    times = {}
+    for body in ("", group):
+        loop = f"mov.u32 %r90, 0;\nLOOP: {body} add.u32 %r90, %r90, 1; setp.lt.u32 %p1, %r90, {PRODUCT_ROUNDS};\n"
+        looped = text.replace(mark[0], f"{loop}@%p1 bra LOOP; {mark[0]}")
+        run(form, inputs_of(form), looped, races=races)
+        best = float("inf")
+        for _ in range(3):
+            start = time.process_time()
+            run(form, inputs_of(form), looped, races=races)
+            best = min(best, time.process_time() - start)
+        times[body] = best
+    return (times[group] - times[""]) / (4 * PRODUCT_ROUNDS) * 1e6
+
+
+@pytest.mark.parametrize("form", PRODUCTS, ids=str)
+def test_a_product_of_a_warpgroup(form: Product) -> None:
+    assert microseconds(form, races=False) <= ROOM * PRODUCTS[form]
 
 
 # How many times as long a call may take with the checks for races: two are asked for.
@@ -122,6 +154,11 @@ if __name__ == "__main__":
                 continue
             plain, checked = nanoseconds(text), nanoseconds(text, races=True)
             print(f"{text.split()[0]:<52}{plain:8.1f} ns{checked:8.1f} ns with checks{limit:6} asked for")
+    for form, limit in PRODUCTS.items():
+        if only and only not in f"wgmma {form}":
+            continue
+        plain, checked = microseconds(form, races=False), microseconds(form, races=True)
+        print(f"wgmma {form!s:<46}{plain:8.1f} us{checked:8.1f} us with checks{limit:6} asked for")
     for of in (of for of in WHOLE if only in of):
         plain, checked = times_as_long(of)
         print(f"{of:<52}{1e3 * plain:8.1f} ms{1e3 * checked:8.1f} ms with checks{checked / plain:6.2f} times as long")

@@ -10,7 +10,9 @@ void Order::reset(Cta& cta, u32 linear) {
   on = global_->on;
   views = global_->views;
   warps = static_cast<u32>(cta.warps.size());
-  next_agent_ = 2 * warps + (warps + kGroupWarps - 1) / kGroupWarps;
+  next_agent_ = 2 * warps;
+  first_warpgroup_ = next_agent_;
+  next_agent_ += warps / kGroupWarps;
   if (!on) return;
   clocks_.clear();
   clocks_.resize(warps);

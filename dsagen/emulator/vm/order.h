@@ -1,8 +1,8 @@
 // What threads know of each other (happens-before), and what is kept of each piece of memory to check accesses by it.
 //
-// An agent is a warp, the 16-byte copies that a warp has started, or an mbarrier. Times of a warp tick when it
-// releases;
-// times of its copies are their order of issue, lane by lane; times of an mbarrier are its phases. An access has the
+// An agent is a warp, the 16-byte copies that a warp has started, the products of a warpgroup, or an mbarrier. Times of a
+// warp tick when it releases; times of its copies are their order of issue, lane by lane; times of products are the groups
+// that they are committed in; times of an mbarrier are its phases. An access has the
 // time, the agent and the lane of who did it; a thread knows of it once a chain of releases and acquires, barriers
 // mostly, has brought it a clock that reaches there. A clock keeps one number for each agent, and 32 where lanes
 // differ.
@@ -248,6 +248,7 @@ class Order {
   Cta* cta_ = nullptr;
   GlobalOrder* global_ = nullptr;
   u32 linear_ = 0, views = 1, next_agent_ = 0;
+  u32 first_warpgroup_ = 0;  // agent
   std::vector<WarpClocks> clocks_;
   std::unique_ptr<Shadow> shadow_;
   SharedPlaces places_;

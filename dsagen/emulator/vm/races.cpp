@@ -59,7 +59,7 @@ bool Order::knows(const Warp& w, u32 lane, View view, const Access& access) cons
 // Whether what the sharers did happens before what the lane does now; else `culprit` is one that does not.
 bool Order::ordered(const Warp& w, u32 lane, const Sharers& sharers, Access& culprit) const {
   const bool by_group = (sharers.flags & kByWarpgroup) != 0;
-  const u32 warp = by_group ? (sharers.agent - 2 * warps) * kGroupWarps : sharers.agent;
+  const u32 warp = by_group ? (sharers.agent - first_warpgroup_) * kGroupWarps : sharers.agent;
   culprit = {sharers.cta, sharers.agent, static_cast<u8>(warp), 0, sharers.time, sharers.pc, sharers.flags, 0};
   // All lanes at once, if all are known.
   const WarpClocks& mine = clocks_[w.index];

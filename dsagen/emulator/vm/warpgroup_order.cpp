@@ -8,7 +8,7 @@
 
 namespace vm {
 
-u16 Order::warpgroup_agent(u32 warp) const { return static_cast<u16>(2 * warps + warp / kGroupWarps); }
+u16 Order::warpgroup_agent(u32 warp) const { return static_cast<u16>(first_warpgroup_ + warp / kGroupWarps); }
 
 // Whether all lanes of the four warps know of an access by whichever lane, in the way that a product needs.
 bool Order::known_to_warpgroup(u32 first, const Access& access) const {

@@ -148,11 +148,15 @@ void require_unchanged(Warp& w, u32 last) {
   std::vector<OperandsInUse>& in_use = cta.warpgroups[w.index / kGroupWarps].in_use;
   for (const OperandsInUse& use : in_use) {
     if (use.group > last) continue;
-    for (size_t n = 0; n < use.addresses.size(); n++)
-      if (std::memcmp(cta.shared.data() + (use.addresses[n] - kSharedReserve), use.bytes.data() + n * kChunkBytes,
-                      kChunkBytes) != 0)
+    const u8* was = use.bytes.data();
+    for (size_t n = 0; n < use.addresses.size(); n++, was += kChunkBytes) {
+      u64 now[2], then[2];
+      std::memcpy(now, cta.shared.data() + (use.addresses[n] - kSharedReserve), sizeof now);
+      std::memcpy(then, was, sizeof then);
+      if (now[0] != then[0] || now[1] != then[1])
         fail("wgmma.wait_group: shared byte %u was overwritten since the product at %s, which may have read it until now",
              use.addresses[n] - kSharedReserve, place(cta, use.pc).c_str());
+    }
   }
   const auto done = std::partition(in_use.begin(), in_use.end(),
                                    [last](const OperandsInUse& use) { return use.group > last; });
