@@ -9,7 +9,7 @@ from itertools import product as combinations
 import numpy as np
 import pytest
 from micro import kernel, launch
-from warpgroup import THREADS, Layout, Product, arrays_of, expected, inputs_of, run
+from warpgroup import THREADS, Layout, Product, expected, in_memory, inputs_of, run
 
 from dsagen.emulator import Memory, coverage
 from dsagen.errors import EmulatorError
@@ -191,9 +191,7 @@ def test_a_block_that_is_no_warpgroup() -> None:
 
 @pytest.mark.parametrize(("form", "bytes_"), [(Product(), 32 * (64 + 64)), (Product(columns=8, a=None), 32 * 8)])
 def test_counters(form: Product, bytes_: int) -> None:
-    image, registers = arrays_of(form, inputs_of(form))
-    memory, out = Memory(), np.zeros((form.results, THREADS), np.uint32)
-    addresses = [memory.add(name, array) for name, array in (("in", image), ("registers", registers), ("out", out))]
+    addresses, memory, _ = in_memory(form, inputs_of(form))
     found = launch(form.text(), addresses, memory, threads=THREADS, counters=True).measured
     assert found is not None
     assert (found.tensor_flops, found.wgmma_shared_bytes) == (2 * 64 * form.columns * 16, bytes_)

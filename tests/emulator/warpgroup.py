@@ -245,11 +245,17 @@ def matrix_of(product: Product, registers: np.ndarray) -> np.ndarray:
     return out
 
 
-def run(product: Product, inputs: Inputs, text: str = "", ahead: int = 0, **options: int) -> np.ndarray:
-    """D as the emulator computes it, by the product's kernel or another one of its arrays."""
+def in_memory(product: Product, inputs: Inputs, ahead: int = 0) -> tuple[list[int], Memory, np.ndarray]:
+    """Arguments of the product's kernel, the memory that they point into, and the registers of D that it leaves."""
     image, registers = arrays_of(product, inputs, ahead)
     memory, out = Memory(), np.zeros((product.results, THREADS), np.uint32)
     addresses = [memory.add(name, array) for name, array in (("in", image), ("registers", registers), ("out", out))]
+    return addresses, memory, out
+
+
+def run(product: Product, inputs: Inputs, text: str = "", ahead: int = 0, **options: int) -> np.ndarray:
+    """D as the emulator computes it, by the product's kernel or another one of its arrays."""
+    addresses, memory, out = in_memory(product, inputs, ahead)
     micro.launch(text or product.text(), addresses, memory, threads=THREADS, **options)
     return matrix_of(product, out)
 
