@@ -92,6 +92,12 @@ def own_environment(session_store: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 @pytest.fixture
+def common_store(own_environment: None, shared_store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the test builds, other tests of this run find, those of other workers, too."""
+    monkeypatch.setenv("DSAGEN_CACHE_DIR", str(shared_store))
+
+
+@pytest.fixture
 def no_evidence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No shipped evidence, so that a test does not depend on what has been recorded."""
     monkeypatch.setattr("dsagen.evidence.shipped_folder", lambda: tmp_path / "no-evidence")

@@ -24,7 +24,8 @@ from dsagen.plan import KernelPlan, Variant
 from dsagen.render import RenderedUnit, render
 from dsagen.spec import load_spec
 
-pytestmark = pytest.mark.compile
+# Of what is compiled here, other tests look at the PTX.
+pytestmark = [pytest.mark.compile, pytest.mark.usefixtures("common_store")]
 
 FORMAT_SPECS = ("v32_h16", "v32_bf16_h128")
 

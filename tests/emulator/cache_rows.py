@@ -5,7 +5,8 @@ from __future__ import annotations
 from functools import cache
 
 import torch
-from decode import Kernel, compile_ptx
+from decode import Kernel
+from ptx_texts import ptx_of
 
 from dsagen.division import page_divisor
 from dsagen.emulator import Memory
@@ -14,7 +15,6 @@ from dsagen.families.kv_cache.geometry import other_layout
 from dsagen.families.kv_cache.op import RowsShape
 from dsagen.kv_format import KvFormat
 from dsagen.plan import Variant
-from dsagen.render import render
 from dsagen.spec import DeploymentSpec
 
 Caches = dict[str, torch.Tensor]
@@ -23,7 +23,7 @@ Caches = dict[str, torch.Tensor]
 @cache
 def kernel(role: str, arch: str, **axes: str) -> Kernel:
     plan = FAMILY.plan(Variant(NAME, role, BODY, arch, tuple(axes.items())))
-    return Kernel(plan, compile_ptx(render(plan).text, arch))
+    return Kernel(plan, ptx_of(plan))
 
 
 def storage(tensor: torch.Tensor) -> torch.Tensor:
@@ -49,7 +49,10 @@ def placed(name: str, tensor: torch.Tensor, memory: Memory, writable: bool = Tru
     return memory.add(name, storage(tensor), writable=writable) + tensor.storage_offset() * tensor.element_size()
 
 
-def pool_arguments(record: KvFormat, caches: Caches, memory: Memory, writable: bool) -> dict[str, int]:
+def pool_arguments(
+    record: KvFormat, caches: Caches, memory: Memory, writable: bool, page_stride_bytes: int | None = None
+) -> dict[str, int]:
+    """Arguments of a pool; with a `page_stride_bytes` its pages lie so far apart, with nothing in between."""
     values = caches[record.segment("values").tensor]
     pages, page_size = values.shape[:2]
     multiplier, shift = page_divisor(page_size)
@@ -62,12 +65,21 @@ def pool_arguments(record: KvFormat, caches: Caches, memory: Memory, writable: b
         stride = "page_stride_bytes" if member == "cache" else "rope_page_stride_bytes"
         arguments[member] = memory.add(name, storage(pool), writable=writable)
         arguments[stride] = pool.stride(0) * pool.element_size()
+        if page_stride_bytes is not None:
+            arguments |= {member: _spread_pages(name, pool, memory, page_stride_bytes), stride: page_stride_bytes}
     return arguments
+
+
+def _spread_pages(name: str, pool: torch.Tensor, memory: Memory, stride_bytes: int) -> int:
+    base = 1 << 40
+    for number, page in enumerate(storage(pool).chunk(len(pool))):
+        memory.add(f"page {number} of {name}", page, address=base + number * stride_bytes)
+    return base
 
 
 def write(
     select: Kernel, record: KvFormat, caches: Caches, rows: torch.Tensor, slots: torch.Tensor,
-    k_pe: torch.Tensor | None = None, seed: int = 0,
+    k_pe: torch.Tensor | None = None, seed: int = 0, page_stride_bytes: int | None = None,
 ) -> None:  # fmt: skip
     memory = Memory()
     arguments = {
@@ -76,7 +88,7 @@ def write(
         "k_pe": 0 if k_pe is None else placed("k_pe", k_pe, memory, writable=False),
         "k_pe_stride": 0 if k_pe is None else k_pe.stride(0),
         "slots": memory.add("slots", slots, writable=False), "slots_wide": int(slots.dtype is torch.int64),
-        "rows_count": rows.shape[0], **pool_arguments(record, caches, memory, writable=True),
+        "rows_count": rows.shape[0], **pool_arguments(record, caches, memory, True, page_stride_bytes),
     }  # fmt: skip
     select.launch(RowsShape(rows.shape[0]).blocks, arguments, memory, seed)
 

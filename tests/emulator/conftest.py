@@ -38,6 +38,11 @@ def micro_tests_that_did_not_pass(request: pytest.FixtureRequest) -> list[str]:
     return [name for name in names if name not in passed]
 
 
+@pytest.fixture(autouse=True)
+def kernels_of_the_run(common_store: None) -> None:
+    """A kernel is compiled once, whichever test needs it first."""
+
+
 @pytest.fixture(autouse=True, scope="module")
 def machine(shared_machine: None) -> None:
     """Every test here runs the machine."""

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import math
 import struct
-import subprocess
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 import torch
+from ptx_texts import ptx_of
 
 from dsagen import emulator
 from dsagen.arch import arch as arch_row
-from dsagen.build import find_toolchain
-from dsagen.build.key import compile_flags
 from dsagen.check.cases import DecodeCase
 from dsagen.check.compare import compare_decode
 from dsagen.check.inputs import DecodeInputs, make_inputs
@@ -27,7 +23,6 @@ from dsagen.families.sparse_decode.op import DecodeShape, partition
 from dsagen.families.sparse_decode.reference import DecodeReference, Source, sparse_decode_reference
 from dsagen.kv_format import kv_format
 from dsagen.plan import KernelPlan, Variant
-from dsagen.render import render
 from dsagen.runtime.decode_caches import pool_addresses, pool_arguments
 
 PARTIALS = ("lse_accum", "o_accum")
@@ -36,10 +31,11 @@ _PACK = {"pointer": "Q", "u64": "Q", "i64": "q", "u32": "I", "i32": "i", "f32": 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A plan with the PTX that nvcc makes of it."""
+    """A plan with the PTX that nvcc makes of it, perhaps with one u32 argument more than the plan's, `choice`."""
 
     plan: KernelPlan
     ptx: str
+    choice: int | None = None
 
     def launch(
         self, grid: int, values: Mapping[str, float], memory: Memory, seed: int = 0, schedule: str | None = None
@@ -47,21 +43,13 @@ class Kernel:
         block = bytearray(self.plan.params_bytes)
         for field in self.plan.params:
             struct.pack_into("<" + _PACK[field.ctype], block, field.offset_bytes, values[field.name])
+        if self.choice is not None:
+            block += struct.pack("<I", self.choice)
         plan = self.plan
         return emulator.launch(
             self.ptx, plan.symbol, grid, plan.threads, bytes(block), plan.smem_bytes, memory,
             seed=seed, schedule=schedule, os_threads=2, instruction_limit=1 << 24,
         )  # fmt: skip
-
-
-def compile_ptx(text: str, arch: str) -> str:
-    """PTX of a CUDA text, with the build's flags."""
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "kernel.cu"
-        source.write_text(text)
-        command = [str(find_toolchain().nvcc), *compile_flags(arch).nvcc, str(source), "-o", f"{folder}/kernel.ptx"]
-        subprocess.run(command, check=True, capture_output=True)
-        return (Path(folder) / "kernel.ptx").read_text()
 
 
 @cache
@@ -75,13 +63,13 @@ def main_kernel(fmt: str, heads_n: int, arch: str) -> Kernel:
         ("smem", arch_row(arch).smem_class),
     )
     plan = plan_main(Variant(NAME, "main", "mma_sync", arch, axes))
-    return Kernel(plan, compile_ptx(render(plan).text, arch))
+    return Kernel(plan, ptx_of(plan))
 
 
 @cache
 def combine_kernel(d_v: int, arch: str) -> Kernel:
     plan = FAMILY.plan(Variant(NAME, "combine", "portable", arch, (("dv", d_v),)))
-    return Kernel(plan, compile_ptx(render(plan).text, arch))
+    return Kernel(plan, ptx_of(plan))
 
 
 @cache

@@ -7,7 +7,8 @@ from functools import cache
 from typing import Any
 
 import torch
-from decode import Kernel, compile_ptx
+from decode import Kernel
+from ptx_texts import ptx_of
 
 from dsagen.arch import arch as arch_row
 from dsagen.check.indexer_cases import LogitsCase
@@ -16,7 +17,6 @@ from dsagen.check.probes import WrongResultError
 from dsagen.emulator import Memory
 from dsagen.families.indexer_logits.op import partition_of
 from dsagen.matrix import expand
-from dsagen.render import render
 from dsagen.runtime.emulated import EmulatorDriver
 from dsagen.runtime.indexer import LogitsTensors, bind, out_arguments
 from dsagen.spec import DeploymentSpec, load_spec
@@ -36,18 +36,22 @@ def spec_of(arch: str, heads: int = 16, dim: int = 128, scores: str = "fp32") ->
 @cache
 def compiled(spec: DeploymentSpec) -> Kernel:
     (plan,) = expand(spec).plans()
-    return Kernel(plan, compile_ptx(render(plan).text, spec.archs[0]))
+    return Kernel(plan, ptx_of(plan))
 
 
 @dataclass(frozen=True)
 class EmulatedIndexer:
-    """A kernel with the signature of the runtime's method, on `sms` SMs: few, so that a warp has tile after tile."""
+    """A kernel with the signature of the runtime's method, on `sms` SMs: few, so that a warp has tile after tile.
+
+    With a `page_stride_bytes` the cache's pages lie so far apart, with nothing in between.
+    """
 
     spec: DeploymentSpec
     kernel: Kernel
     seed: int = 0
     schedule: str | None = None
     sms: int = 1
+    page_stride_bytes: int | None = None
 
     def prepare(self) -> None:
         pass
@@ -66,8 +70,19 @@ class EmulatedIndexer:
             whole = torch.empty(0, dtype=torch.uint8).set_(getattr(given, name).untyped_storage())
             address = memory.add(name, whole, writable=name == "out", initialised=name != "out")
             values[parameter] += address - whole.data_ptr()
+        if self.page_stride_bytes is not None:
+            values |= self._spread_pages(given.k_cache, memory)
         self.kernel.launch(part.blocks, values, memory, self.seed, self.schedule)
         return out
+
+    def _spread_pages(self, pool: torch.Tensor, memory: Memory) -> dict[str, int]:
+        assert self.page_stride_bytes is not None
+        base = 1 << 40
+        for number in range(len(pool)):
+            page = torch.empty(0, dtype=torch.uint8).set_(pool.untyped_storage())[number * pool.stride(0) :]
+            page = page[: pool[number].numel()]
+            memory.add(f"page {number}", page, writable=False, address=base + number * self.page_stride_bytes)
+        return {"k_cache": base, "page_stride_bytes": self.page_stride_bytes}
 
 
 def problem(case: LogitsCase, indexer: EmulatedIndexer) -> str:

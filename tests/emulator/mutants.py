@@ -102,6 +102,35 @@ _LOC = re.compile(r"^\s*\.loc\s+\d+ (\d+) (\d+)(?:.*inlined_at \d+ (\d+) (\d+))?
 
 
 @dataclass(frozen=True)
+class _Site:
+    """A statement of a PTX text that can be changed, from its guard on, and what it becomes by each change."""
+
+    guard: str
+    start: int
+    text_start: int
+    end: int
+    instruction: str
+    changed: tuple[tuple[str, str], ...]
+
+
+def _sites(ptx: str) -> Iterator[_Site]:
+    # Statements are looked for one by one: the end of one is the beginning of the next.
+    at = 0
+    while (match := _STATEMENT.search(ptx, at)) is not None:
+        at = match.end("text") - 1
+        instruction = " ".join(match["text"].split())
+        changed = tuple(
+            (change, rewrite(found))
+            for change, pattern, rewrite in _CHANGES
+            if (found := pattern.match(instruction)) is not None
+        )
+        if changed:
+            guard = (match["guard"] or "").strip()
+            start = match.start("guard") if guard else match.start("text")
+            yield _Site(guard, start, match.start("text"), match.end("text"), instruction, changed)
+
+
+@dataclass(frozen=True)
 class Changed:
     """A text of which one instruction was changed, which began at `at`."""
 
@@ -113,32 +142,55 @@ class Changed:
 
 def changed_texts(ptx: str) -> Iterator[Changed]:
     """Every change of a PTX text, in its order."""
-    # Statements are looked for one by one: the end of one is the beginning of the next.
-    at = 0
-    while (match := _STATEMENT.search(ptx, at)) is not None:
-        at = match.end("text") - 1
-        instruction = " ".join(match["text"].split())
-        for change, pattern, rewrite in _CHANGES:
-            found = pattern.match(instruction)
-            if found is None:
-                continue
-            text = rewrite(found)
-            start = match.start("guard") if match["guard"] and not text else match.start("text")
-            yield Changed(ptx[:start] + text + ptx[match.end("text") :], change, instruction, match.start("text"))
+    for site in _sites(ptx):
+        for change, text in site.changed:
+            start = site.text_start if text else site.start
+            yield Changed(ptx[:start] + text + ptx[site.end :], change, site.instruction, site.text_start)
 
 
-def mutants(kernel: Kernel) -> Iterator[Mutant]:
-    """Every mutant of a kernel, in the order of its text."""
+def mutants(kernel: Kernel) -> list[Mutant]:
+    """Every mutant of a kernel, in the order of its text.
+
+    They share one text, in which an argument more says which of them it is, 0 none: to read a text takes longer than
+    to run it.
+    """
     source = render(kernel.plan).text.splitlines()
     copies = Counter[tuple[str, tuple[int, ...]]]()
-    for changed in changed_texts(kernel.ptx):
-        lines = _calls(kernel.ptx, changed.at)
+    found: list[Mutant] = []
+    pieces, at = [], 0
+    for site in _sites(kernel.ptx):
+        lines = _calls(kernel.ptx, site.start)
         calls, ahead = (tuple(source[line - back].strip() for line in lines) for back in (1, 2))
-        number = kernel.ptx.count("\n", 0, changed.at) + 1
-        copy = copies[changed.change, lines]
-        copies[changed.change, lines] += 1
-        mutant = replace(kernel, ptx=changed.ptx)
-        yield Mutant(mutant, changed.change, changed.instruction, calls, ahead, number, copy)
+        number = kernel.ptx.count("\n", 0, site.start) + 1
+        pieces += [kernel.ptx[at : site.start], _choice(site, len(found) + 1)]
+        at = site.end
+        for change, _ in site.changed:
+            found.append(Mutant(kernel, change, site.instruction, calls, ahead, number, copies[change, lines]))
+            copies[change, lines] += 1
+    text = _with_argument("".join(pieces) + kernel.ptx[at:])
+    return [replace(mutant, kernel=replace(kernel, ptx=text, choice=n + 1)) for n, mutant in enumerate(found)]
+
+
+def _choice(site: _Site, first: int) -> str:
+    """The statement, or what it becomes where the argument is `first`, or the number after it, .."""
+    negated = site.guard[:1] + ("!" if site.guard[1:2] != "!" else "") + site.guard[1:].lstrip("!")
+    guard = f"{negated} bra unchanged; " if site.guard else ""
+    out = "{ "
+    for n, (_, text) in enumerate(site.changed, start=first):
+        out += f"setp.ne.u32 mutant_kept, mutant, {n}; @mutant_kept bra not_{n}; {text} bra done; not_{n}: "
+    # A statement whose guard is off does nothing, whatever it has become.
+    return f"{{ {guard}{out}{site.instruction} done: }} unchanged: }}"
+
+
+_ENTRY = re.compile(r"\.entry\s+\w+\s*\([^)]*(?P<end>\))[^{]*\{")
+
+
+def _with_argument(ptx: str) -> str:
+    """The text with an argument behind the kernel's others, which register `mutant` holds."""
+    (entry,) = _ENTRY.finditer(ptx)
+    declared = ".reg .b32 mutant; .reg .pred mutant_kept; ld.param.u32 mutant, [mutant_argument];"
+    more = ",\n\t.param .u32 mutant_argument"
+    return ptx[: entry.start("end")] + more + ptx[entry.start("end") : entry.end()] + declared + ptx[entry.end() :]
 
 
 def _calls(ptx: str, at: int) -> tuple[int, ...]:

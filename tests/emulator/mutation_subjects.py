@@ -15,7 +15,8 @@ import decode
 import indexer
 import topk_rows as topk
 import torch
-from decode import Kernel, compile_ptx
+from decode import Kernel
+from ptx_texts import ptx_of
 from topk_rows import Scores
 
 from dsagen.arch import arch as arch_row
@@ -28,7 +29,6 @@ from dsagen.families.topk.family import COUNT, SELECT, split_variants
 from dsagen.family import families, family_of_op
 from dsagen.kv_format import kv_format
 from dsagen.plan import Variant
-from dsagen.render import render
 from dsagen.spec import load_spec, shipped_specs
 
 ARCHS = ("sm_90a", "sm_80")
@@ -46,11 +46,12 @@ class Attempt:
 
 _PAGES, _PAGE = 3, 5
 _ROW_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# Each takes other inputs, up to as many as a family has.
-ATTEMPTS = (
+# Each takes other inputs, up to as many as a kind of kernel has.
+_ATTEMPTS = (
     Attempt(0, "turns"), Attempt(1, "random"), Attempt(2, "priorities"), Attempt(3, "random"), Attempt(4, "turns"),
-    Attempt(5, "random"),
+    Attempt(5, "random"), Attempt(6, "priorities"), Attempt(7, "turns"),
 )  # fmt: skip
+_USUAL_ATTEMPTS = 6
 Runner = Callable[[Kernel, Attempt], str]
 
 
@@ -75,32 +76,33 @@ def _sizes(variant: Variant) -> list[int]:
     return [-int(value) if name == "threads" else int(value) for name, value in variant.axes if name in _SIZES]
 
 
-def of_its_kind(slug: str) -> list[str]:
-    """The kernels with the same body, on all archs, this one among them."""
-    kinds = {name: (variant.family, variant.kernel, variant.body) for name, variant in variants().items()}
-    return sorted(name for name, kind in kinds.items() if kind == kinds[slug])
-
-
 @cache
 def kernel_of(slug: str) -> Kernel:
     """A kernel as the build compiles it."""
     variant = variants()[slug]
     plan = families()[variant.family].plan(variant)
-    return Kernel(plan, compile_ptx(render(plan).text, variant.arch))
+    return Kernel(plan, ptx_of(plan))
 
 
-def outcome(kernel: Kernel, attempts: tuple[Attempt, ...] = ATTEMPTS) -> str:
-    """The first complaint over some schedules and inputs: of the machine, or of the comparison; or nothing."""
+def attempts_of(kernel: Kernel) -> list[Attempt]:
+    """So many that every kind of input has its turn, and every schedule."""
+    variant = kernel.plan.variant
+    every = variant.kernel == SELECT and variant.axis("score") == "bf16"
+    return list(_ATTEMPTS if every else _ATTEMPTS[:_USUAL_ATTEMPTS])
+
+
+def outcome(kernel: Kernel, attempts: list[Attempt]) -> tuple[str, Attempt | None]:
+    """The first complaint, of the machine or of the comparison, and the attempt that gave it; or nothing."""
     variant = kernel.plan.variant
     runner = RUNNERS[variant.family, variant.kernel]
     for attempt in attempts:
         try:
             found = runner(kernel, attempt)
         except EmulatorError as error:
-            return str(error)
+            found = str(error)
         if found:
-            return found
-    return ""
+            return found, attempt
+    return "", None
 
 
 # Long enough that every ring goes round; ids of all kinds, and a last tile in which few warps have a token.
@@ -167,6 +169,9 @@ def _run_shared_rows(kernel: Kernel, attempt: Attempt) -> str:
         Scores(topk.equal, 26_001, k=4096), Scores(topk.mostly_dropped, drops=True),
         Scores(topk.one_digit, long, k=2048, ordered=False, parts=5),
     )  # fmt: skip
+    if score == "bf16":
+        # Few that tie, in a part and among the parts' best; and a guess that more reach than the list has room for.
+        calls = (*calls, Scores(topk.thin_top, 41_001, k=200), Scores(topk.mostly_top, 33_001, parts=2))
     call = topk.make_call(calls[attempt.seed % len(calls)], score)
     return topk.problem(call, pair[SELECT], attempt.seed, attempt.schedule, pair[COUNT])
 

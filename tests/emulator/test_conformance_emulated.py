@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -121,11 +120,6 @@ def one_torch_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture(autouse=True)
-def common_store(shared_store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DSAGEN_CACHE_DIR", str(shared_store))
 
 
 @cache

@@ -56,11 +56,6 @@ CASES: tuple[Case, ...] = (
 )
 
 
-@pytest.fixture(autouse=True)
-def common_store(shared_store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DSAGEN_CACHE_DIR", str(shared_store))
-
-
 def measure(name: str, case: Case, seed: int = 0) -> dict[str, Counters]:
     """Counters of each kernel, by symbol, that a case runs for a shipped spec."""
     launches: list[EmulatedLaunch] = []

@@ -34,11 +34,6 @@ BF16 = load_spec("v32_h16").replace(kv="bf16", name="emulated_bf16")
 PAGES, PAGE, BATCH, TOPK = 3, 32, 2, 96
 
 
-@pytest.fixture(autouse=True)
-def common_store(shared_store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DSAGEN_CACHE_DIR", str(shared_store))
-
-
 def load(spec: Any = BF16, **options: Any) -> Kernels:
     return dsagen.load(spec, device="emulator", emulator=EmulatorOptions(**options))
 

@@ -26,11 +26,6 @@ CALLS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def common_store(shared_store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DSAGEN_CACHE_DIR", str(shared_store))
-
-
 def cache_of(record: KvFormat, data: Any, prefix: str) -> torch.Tensor:
     """The pool as the op takes it: [pages, page_size, 1, bytes], pages as far apart as in the file."""
     pool = torch.from_numpy(data[f"{prefix}pool"])

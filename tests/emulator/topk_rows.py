@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-from decode import Kernel, compile_ptx
+from decode import Kernel
+from ptx_texts import ptx_of
 
 from dsagen.arch import arch as arch_row
 from dsagen.division import page_divisor
 from dsagen.emulator import Memory
-from dsagen.families.topk.family import FAMILY, stream_variant
+from dsagen.families.topk.family import FAMILY, resident_variant, stream_variant
 from dsagen.families.topk.geometry import MOST_THREADS
 from dsagen.families.topk.reference import topk_reference, translate_reference
 from dsagen.plan import Variant
-from dsagen.render import render
 
 POISON = -77
 PAGE = 61
@@ -32,9 +32,14 @@ def kernel(score: str, arch: str) -> Kernel:
 
 
 @cache
+def resident_kernel(score: str, arch: str) -> Kernel:
+    return compiled(resident_variant(score, arch_row(arch), MOST_THREADS))
+
+
+@cache
 def compiled(variant: Variant) -> Kernel:
     plan = FAMILY.plan(variant)
-    return Kernel(plan, compile_ptx(render(plan).text, variant.arch))
+    return Kernel(plan, ptx_of(plan))
 
 
 def normal(generator: torch.Generator, width: int) -> torch.Tensor:
@@ -53,6 +58,17 @@ def one_binade(generator: torch.Generator, width: int) -> torch.Tensor:
 def one_digit(generator: torch.Generator, width: int) -> torch.Tensor:
     """All share their first digit, and bf16 ones differ in the second."""
     return 1 + torch.rand(ROWS, width, generator=generator) / 4
+
+
+def thin_top(generator: torch.Generator, width: int) -> torch.Tensor:
+    """All share their first digit, and the larger a bf16 value is, the fewer have it."""
+    return 1.25 - 0.25 * torch.rand(ROWS, width, generator=generator) ** 0.125
+
+
+def mostly_top(generator: torch.Generator, width: int) -> torch.Tensor:
+    """All share their first digit, and most are the largest: more than a guess in between leads one to expect."""
+    values = 1 + torch.rand(ROWS, width, generator=generator) / 8
+    return values.masked_fill(torch.rand(ROWS, width, generator=generator) < 0.6, 1 + 31 / 128)
 
 
 def equal(generator: torch.Generator, width: int) -> torch.Tensor:
@@ -111,10 +127,18 @@ def make_call(of: Scores, score: str) -> Call:
     return Call(of, padded, starts, lengths, table)
 
 
-def problem(call: Call, select: Kernel, seed: int, schedule: str | None = None, count: Kernel | None = None) -> str:
+def problem(
+    call: Call,
+    select: Kernel,
+    seed: int = 0,
+    schedule: str | None = None,
+    count: Kernel | None = None,
+    row_stride: int | None = None,
+) -> str:
     """What is wrong with a launch's results, empty when nothing is; EmulatorError for what a kernel must not do.
 
-    With `count`, the kernel that goes first, the call's parts share each row.
+    With `count`, the kernel that goes first, the call's parts share each row. With a `row_stride` rows of scores lie so
+    many elements apart, with nothing in between.
     """
     of = call.of
     out = torch.full((ROWS, of.k + 3), POISON, dtype=torch.int32)
@@ -122,7 +146,7 @@ def problem(call: Call, select: Kernel, seed: int, schedule: str | None = None, 
     memory = Memory()
     multiplier, shift = page_divisor(PAGE)
     arguments = {
-        "scores": memory.add("scores", call.padded, writable=False), "row_stride": call.padded.stride(0),
+        **_place_scores(call.padded, memory, row_stride),
         "width": of.width, "k": of.k, "drops_neg_inf": int(of.drops), "rows": ROWS, "row_step": of.ctas,
         "ordered": int(of.ordered),
         "starts": memory.add("starts", call.starts, writable=False),
@@ -155,6 +179,16 @@ def problem(call: Call, select: Kernel, seed: int, schedule: str | None = None, 
     wanted["out"] = (out, torch.cat((ids, poison), 1))
     wrong = ", ".join(name for name, (got, want) in wanted.items() if not torch.equal(got.long(), want))
     return wrong + (f" left in the workspace: {left}" if left else "")
+
+
+def _place_scores(padded: torch.Tensor, memory: Memory, row_stride: int | None) -> dict[str, int]:
+    if row_stride is None:
+        return {"scores": memory.add("scores", padded, writable=False), "row_stride": padded.stride(0)}
+    base = 1 << 40
+    for number, row in enumerate(padded):
+        address = base + number * row_stride * padded.element_size()
+        memory.add(f"row {number}", row, writable=False, address=address)
+    return {"scores": base, "row_stride": row_stride}
 
 
 def _ascending(raw: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,42 @@
+"""PTX of kernels. Compiling them takes longer than what most tests do with it, so that each is compiled once."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+
+from dsagen.build import Store, find_toolchain
+from dsagen.build.compile import PTX
+from dsagen.build.key import compile_flags
+from dsagen.plan import KernelPlan
+from dsagen.render import render
+
+
+def ptx_of(plan: KernelPlan) -> str:
+    """PTX of a kernel: what another test of this run has built, what has been kept of an earlier run, or compiled."""
+    unit = render(plan)
+    entry = Store.open().lookup(unit)
+    if entry is not None:
+        return entry.read(PTX).decode()
+    key = f"{unit.arch}\n{find_toolchain()}\n{compile_flags(unit.arch)}\n{unit.text}"
+    folder = Path(tempfile.gettempdir()) / f"dsagen-emulator-{os.getuid()}"
+    kept = folder / f"kernel-{hashlib.sha256(key.encode()).hexdigest()[:24]}.ptx"
+    if not kept.is_file():
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=kept.parent, suffix=".partial", delete=False) as file:
+            file.write(compile_ptx(unit.text, unit.arch))
+        Path(file.name).replace(kept)
+    return kept.read_text()
+
+
+def compile_ptx(text: str, arch: str) -> str:
+    """PTX of a CUDA text, with the build's flags."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.cu"
+        source.write_text(text)
+        command = [str(find_toolchain().nvcc), *compile_flags(arch).nvcc, str(source), "-o", f"{folder}/kernel.ptx"]
+        subprocess.run(command, check=True, capture_output=True)
+        return (Path(folder) / "kernel.ptx").read_text()
