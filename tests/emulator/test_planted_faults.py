@@ -1,4 +1,4 @@
-"""Faults that were planted in the CUDA text of kernels, each of which the emulator names."""
+"""Faults that were planted in the CUDA text of sparse decode, each of which the emulator names."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import re
 from dataclasses import replace
 
 import decode
+import planted
 import pytest
+from planted import faulty
 
 from dsagen.check.cases import DecodeCase, Lengths
-from dsagen.errors import EmulatorError
-from dsagen.render import render
 
 pytestmark = pytest.mark.compile
 
@@ -18,19 +18,8 @@ CASE = DecodeCase("planted", batch=1, s_q=1, kv_tokens=640, topk=500, page_size=
 STRIDE = 1 << 30  # ten pages in 10 GiB
 
 
-def faulty(kernel: decode.Kernel, text: str, replacement: str) -> decode.Kernel:
-    """The kernel with one place of its CUDA text replaced."""
-    source = render(kernel.plan).text
-    assert source.count(text) == 1, f"{text!r} occurs {source.count(text)} times"
-    return replace(kernel, ptx=decode.compile_ptx(source.replace(text, replacement), kernel.plan.variant.arch))
-
-
 def said(case: DecodeCase, splits: int = 1, **options: object) -> str:
-    with pytest.raises(EmulatorError) as caught:
-        decode.run(case, "v32", 16, "sm_90a", splits, **options)  # type: ignore[arg-type]
-    message = str(caught.value)
-    assert re.search(r"dsa_sparse_decode_\w+: .*\n  at PTX line \d+, CUDA line \d+, thread \d+", message)
-    return message
+    return planted.said(lambda: decode.run(case, "v32", 16, "sm_90a", splits, **options))  # type: ignore[arg-type]
 
 
 def test_an_id_out_of_bounds() -> None:
@@ -72,3 +61,10 @@ def test_a_row_offset_in_32_bits() -> None:
     # Within 2 GiB it is right.
     assert decode.problem(CASE, "v32", decode.run(CASE, "v32", 16, "sm_90a", main=main)) == ""
     assert re.search(r"read of 656 bytes at global address", said(CASE, main=main, page_stride_bytes=STRIDE))
+
+
+def test_a_barrier_that_is_missing() -> None:
+    # The sums of the heads are read by other warps than wrote them.
+    finish = "    if (warp * 32 + lane < C::kHeads) finish_head("
+    main = faulty(decode.main_kernel("v32", 16, "sm_90a"), f"    sync();\n{finish}", finish)
+    assert planted.a_race(said(CASE, main=main), r"shared bytes \d+ to \d+")
