@@ -60,7 +60,7 @@ def measure(name: str, case: Case, seed: int = 0) -> dict[str, Counters]:
     """Counters of each kernel, by symbol, that a case runs for a shipped spec."""
     launches: list[EmulatedLaunch] = []
     # CTAs that meet in atomics of global memory do so in one order on one thread.
-    options = EmulatorOptions(seed=seed, threads=1, counters=True, observe=launches.append)
+    options = EmulatorOptions(seed=seed, races=False, threads=1, counters=True, observe=launches.append)
     kernels = load(name, device=DEVICE, emulator=options)
     case = fitted(case, kernels.spec)
     kind = {DecodeCase: CaseRun, TopkCase: TopkRun, KvCase: KvRun, LogitsCase: LogitsRun}[type(case)]
