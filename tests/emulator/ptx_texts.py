@@ -8,26 +8,31 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from dsagen.build import Store, find_toolchain
+from dsagen.build import Store, build_units, find_toolchain
 from dsagen.build.compile import PTX
 from dsagen.build.key import compile_flags
 from dsagen.plan import KernelPlan
 from dsagen.render import render
 
 
-def ptx_of(plan: KernelPlan) -> str:
-    """PTX of a kernel: what another test of this run has built, what has been kept of an earlier run, or compiled."""
+def ptx_of(plan: KernelPlan, *, build: bool = True) -> str:
+    """PTX of a kernel: kept of an earlier run, or what another test of this run has built, or compiled.
+
+    With `build` it is built as a whole then, since others want it: of tests that run side by side, any may be first.
+    """
     unit = render(plan)
-    entry = Store.open().lookup(unit)
-    if entry is not None:
-        return entry.read(PTX).decode()
     key = f"{unit.arch}\n{find_toolchain()}\n{compile_flags(unit.arch)}\n{unit.text}"
     folder = Path(tempfile.gettempdir()) / f"dsagen-emulator-{os.getuid()}"
     kept = folder / f"kernel-{hashlib.sha256(key.encode()).hexdigest()[:24]}.ptx"
     if not kept.is_file():
+        entry = Store.open().lookup(unit)
+        if entry is None and build:
+            (result,) = build_units([unit], Store.open(), find_toolchain)
+            entry = result.entry
+        text = compile_ptx(unit.text, unit.arch) if entry is None else entry.read(PTX).decode()
         kept.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=kept.parent, suffix=".partial", delete=False) as file:
-            file.write(compile_ptx(unit.text, unit.arch))
+            file.write(text)
         Path(file.name).replace(kept)
     return kept.read_text()
 
