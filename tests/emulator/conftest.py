@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+import torch
 
 # Files of kernels of a few instructions, held to numpy; and the one that looks at what they have launched.
 MICRO = frozenset(f"test_{name}" for name in (
@@ -41,6 +44,15 @@ def micro_tests_that_did_not_pass(request: pytest.FixtureRequest) -> list[str]:
 @pytest.fixture(autouse=True)
 def kernels_of_the_run(common_store: None) -> None:
     """A kernel is compiled once, whichever test needs it first."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_torch_thread() -> Iterator[None]:
+    """Tensors here are small, and tests run side by side: threads that wait for each other take most of the time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True, scope="module")

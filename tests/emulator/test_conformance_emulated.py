@@ -7,7 +7,7 @@ emulator's declared size, counts as skipped.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -111,15 +111,6 @@ SUITES = (
 )
 RUNS = [pytest.param(suite, case, n % SEEDS, id=f"{suite.name}-{case.name}")
         for suite in SUITES for n, case in enumerate(suite.cases())]  # fmt: skip
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_torch_thread() -> Iterator[None]:
-    """Tests run side by side, and tensors are small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @cache

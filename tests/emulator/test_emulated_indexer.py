@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,15 +20,6 @@ VECTORS = Path(__file__).parents[1] / "vectors"
 # Rings that go round, units of several tokens, a last tile that few keys fill; then pages that start at 4 bytes.
 TILES = LogitsCase("tiles", 2, 3, 1500, page_size=61, pad_bytes=12, lengths=Lengths.PER_REQUEST, fill=True)
 WORDS = LogitsCase("words", 3, 2, 300, page_size=5, lengths=Lengths.STRIDED, strided=True, unscored=64, wild=True)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tensors here are small: threads that wait for each other would take most of the time."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def indexer(arch: str, seed: int = 0, **changes: object) -> EmulatedIndexer:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from cache_rows import EmulatedCaches, convert, copied, kernel, pool_arguments, read, same_bytes, storage, write
@@ -28,15 +26,6 @@ ARCHS = ("sm_90a", "sm_80")
 ARCHS_OF_ALL_CLASSES = ("sm_86", "sm_89", "sm_100a", "sm_120a")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PAGES, PAGE = 3, 5
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tensors here are small: threads that wait for each other would take most of the time."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def rows_of(record: KvFormat, rows: str, count: int, seed: int) -> torch.Tensor:

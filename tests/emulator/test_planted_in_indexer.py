@@ -6,11 +6,9 @@ It has no workspace. What an earlier use has left in a place is what its ring ho
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-import torch
 from decode import Kernel
 from indexer import EmulatedIndexer, compiled, problem, spec_of
 from planted import a_race, faulty, said
@@ -21,15 +19,6 @@ pytestmark = pytest.mark.compile
 
 CASE = LogitsCase("planted", 2, 2, 600, page_size=61, lengths=Lengths.WHOLE, wild=True)
 FAR = 1 << 29  # bytes between pages
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tensors here are small: threads that wait for each other would take most of the time."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def kernel() -> Kernel:
