@@ -72,6 +72,17 @@ EQUIVALENTS = (
         "a score warp's last read of a row comes before its arrivals at `filled`; the value warps wait for those and "
         "release the row in the same phase of `freed`",
     ),
+    *(
+        Equivalent(
+            "sparse_decode-main-mma_sync-sm_90a-*-xkv.*-n.64-*", changes, (line,),
+            "the ring holds no more tiles than there are buffers: a tile lands where the one lay that had its buffer "
+            "before, once the value warps have freed that, which is after their last read of the buffer",
+        )
+        for changes, line in (
+            (("removed", "relaxed"), "ptx::mbarrier_wait(ptx::shared_address(&shared.drained[buffer]), "),
+            (("relaxed",), "ptx::mbarrier_arrive(ptx::shared_address(&shared.drained[buffer]));"),
+        )
+    ),
     Equivalent(
         _MAIN, ("removed",), ("sync();  // the last raise may still be reading block_value",),
         "raise_reference() reads block_value before its own second barrier",
