@@ -33,8 +33,15 @@ CACHE_OP = "kv_cache"
 DEFAULT_ROWS = "bf16"
 # The op that reads `index`.
 INDEX_OP = "indexer_logits"
-# Keys that are there exactly where one of some ops is.
-READ_BY: Mapping[str, tuple[str, ...]] = {"scores": SCORES_OPS, "kv_write": (CACHE_OP,), "index": (INDEX_OP,)}
+# The op that reads `kv_heads`.
+DECODE_OP = "sparse_decode"
+# Keys that are there exactly where one of some ops is; `kv_heads` only where there are several.
+READ_BY: Mapping[str, tuple[str, ...]] = {
+    "scores": SCORES_OPS,
+    "kv_write": (CACHE_OP,),
+    "index": (INDEX_OP,),
+    "kv_heads": (DECODE_OP,),
+}
 
 
 def known_ops() -> tuple[str, ...]:

@@ -122,7 +122,8 @@ class CaseRun:
         generator = torch.Generator(self.device)
         generator.manual_seed(zlib.crc32(f"{self.seed} {self.case.name} {variation}".encode()))
         spec = kernels.spec
-        return make_inputs(self.case, spec.kv_format, spec.heads, self.device, generator, spec.extra_kv_format)
+        heads = (spec.heads, spec.kv_heads)
+        return make_inputs(self.case, spec.kv_format, heads, self.device, generator, spec.extra_kv_format)
 
     def outputs(self, kernels: DecodeKernels, batch: int | None = None) -> DecodeOutputs:
         """Fresh poisoned outputs."""
@@ -155,6 +156,7 @@ class CaseRun:
         if case.extra is not None and spec.extra_kv_format is not None:
             tokens = case.extra.kv_tokens + case.extra.page_size
             pool_bytes += case.batch * tokens * spec.extra_kv_format.record_bytes
+        pool_bytes *= spec.kv_heads
         needed_bytes = outputs_bytes + partial_bytes + 2 * pool_bytes + (8 << 30)
         torch.cuda.empty_cache() if needed_bytes > 32 << 30 else None
         free_bytes = torch.cuda.mem_get_info(self.device)[0]
