@@ -115,8 +115,9 @@ class KvFormat:
 
     `format_id` names the record everywhere (slugs, evidence), `family` is what a spec writes together with `layout` and
     `scale_kind`. Dims 0 .. d_qk-1 are scored; dims 0 .. d_v-1 are summed; the last `d_rope` of d_qk are rotary
-    (0: the record does not tell), and `rope_in_v` says whether they belong to V as well. Writers round the stride of
-    pages up to `page_granule_bytes`; readers accept any multiple of CACHE_ALIGNMENT_BYTES.
+    (0: the record does not tell), and `rope_in_v` says whether they belong to V as well. Where values are apart from keys
+    `first_value` is d_qk, and the summed dims are the d_v that follow. Writers round the stride of pages up to
+    `page_granule_bytes`; readers accept any multiple of CACHE_ALIGNMENT_BYTES.
     """
 
     format_id: str
@@ -132,6 +133,12 @@ class KvFormat:
     page_granule_bytes: int
     tensors: tuple[CacheTensor, ...]
     segments: tuple[Segment, ...]
+    first_value: int = 0
+
+    @property
+    def row_dims(self) -> int:
+        """Dims of a token: of scored and summed ones together."""
+        return max(self.d_qk, self.first_value + self.d_v)
 
     @property
     def d_nope(self) -> int:
@@ -189,7 +196,7 @@ class KvFormat:
         return dim // self.scale_group_dims if dim < self.scaled_dims else None
 
     def dim_address(self, page: int, offset: int, dim: int, page_size: int, page_stride_bytes: int) -> DimAddress:
-        """Where dim 0 .. d_qk-1 of a token lies; `page_stride_bytes` is that of the tensor concerned."""
+        """Where dim 0 .. row_dims-1 of a token lies; `page_stride_bytes` is that of the tensor concerned."""
         self._check_dim(dim)
         segment = next(s for s in self.data_segments if s.first_dim <= dim < s.first_dim + s.count)
         index = dim - segment.first_dim
@@ -233,8 +240,8 @@ class KvFormat:
         return None
 
     def _check_dim(self, dim: int) -> None:
-        if not 0 <= dim < self.d_qk:
-            raise ValueError(f"dim {dim} is outside 0 .. {self.d_qk - 1} of {self.format_id}")
+        if not 0 <= dim < self.row_dims:
+            raise ValueError(f"dim {dim} is outside 0 .. {self.row_dims - 1} of {self.format_id}")
 
 
 _KV = "k_cache"
@@ -356,6 +363,34 @@ def _dense_record(format_id: str, element: ElementType, d_qk: int, d_rope: int, 
     )
 
 
+def _apart_record(family: str, d_qk: int, d_v: int) -> KvFormat:
+    """Unquantised rows of d_qk key elements in one tensor, and of d_v value elements in another."""
+    element = PLAIN_ELEMENTS[family]
+    key_bytes, value_bytes = element.bytes_for(d_qk), element.bytes_for(d_v)
+    return KvFormat(
+        format_id=f"{family}_d{d_qk}_v{d_v}",
+        family=family,
+        layout=Layout.INTERLEAVED,
+        scale_kind=ScaleKind.NONE,
+        scale_group_dims=0,
+        d_qk=d_qk,
+        d_v=d_v,
+        d_rope=0,
+        rope_in_v=False,
+        record_bytes=key_bytes + value_bytes,
+        page_granule_bytes=CACHE_ALIGNMENT_BYTES,
+        tensors=(
+            CacheTensor(_KV, element.torch_dtypes, d_qk, key_bytes, key_bytes),
+            CacheTensor("v_cache", element.torch_dtypes, d_v, value_bytes, value_bytes),
+        ),
+        segments=(
+            Segment("values", element, d_qk, _KV, 0, key_bytes, first_dim=0),
+            Segment("apart", element, d_v, "v_cache", 0, value_bytes, first_dim=d_qk),
+        ),
+        first_value=d_qk,
+    )
+
+
 # Latent and rotary parts in two tensors, as some engines allocate them.
 _BF16_SPLIT = KvFormat(
     format_id="bf16_split",
@@ -396,14 +431,17 @@ _RECORDS = (
 )
 
 KV_FORMATS: dict[str, KvFormat] = {record.format_id: record for record in _RECORDS}
+# Families of unquantised keys and values in tensors of their own, as MHA and GQA have them.
+_APART_ELEMENTS: dict[str, ElementType] = {f"{element.name}_kv": element for element in (BF16, FP16)}
+_APART_DIMS = 128  # of both, unless the spec says otherwise
 # Families in table order: the names that a spec may write.
-KV_FAMILIES: tuple[str, ...] = tuple(dict.fromkeys(record.family for record in _RECORDS))
+KV_FAMILIES: tuple[str, ...] = (*dict.fromkeys(record.family for record in _RECORDS), *_APART_ELEMENTS)
 
 # Families of unquantised rows, which exist in any width.
-PLAIN_ELEMENTS: dict[str, ElementType] = {element.name: element for element in (BF16, FP16)}
+PLAIN_ELEMENTS: dict[str, ElementType] = {element.name: element for element in (BF16, FP16)} | _APART_ELEMENTS
 PLAIN_DIMS_STEP = 64
 MAX_PLAIN_DIMS = 1024
-_PLAIN_ID = re.compile(r"(bf16|fp16)_d([1-9][0-9]{1,3})_v([1-9][0-9]{1,3})\Z", re.ASCII)
+_PLAIN_ID = re.compile(r"((?:bf16|fp16)(?:_kv)?)_d([1-9][0-9]{1,3})_v([1-9][0-9]{1,3})\Z", re.ASCII)
 
 # A second cache of another family that one softmax may take beside the first: (main, extra).
 _EXTRA_PAIRS = frozenset({("v41", "v41_fp4")})
@@ -425,14 +463,23 @@ def kv_format(format_id: str) -> KvFormat:
 
 @cache
 def plain_format(family: str, d_qk: int, d_v: int) -> KvFormat:
-    """The record of unquantised rows (`bf16` or `fp16`) of d_qk elements whose first d_v are the value.
+    """The record of unquantised rows (`bf16` or `fp16`) of d_qk elements whose first d_v are the value, or of keys of
+    d_qk elements and values of d_v (`bf16_kv` or `fp16_kv`).
 
-    SpecError unless both are multiples of PLAIN_DIMS_STEP and d_v is not the larger one.
+    SpecError unless both are multiples of PLAIN_DIMS_STEP and a value that is part of its row is not the larger one.
     """
     for record in _RECORDS:
         if (record.family, record.d_qk, record.d_v) == (family, d_qk, d_v):
             return record
-    if d_qk % PLAIN_DIMS_STEP or d_v % PLAIN_DIMS_STEP or not 0 < d_v <= d_qk <= MAX_PLAIN_DIMS:
+    steps = d_qk % PLAIN_DIMS_STEP == 0 and d_v % PLAIN_DIMS_STEP == 0
+    if family in _APART_ELEMENTS:
+        if not steps or not 0 < d_qk <= MAX_PLAIN_DIMS or not 0 < d_v <= MAX_PLAIN_DIMS:
+            raise SpecError(
+                f"{family} keys of d_qk {d_qk} and values of d_v {d_v}: both must be multiples of {PLAIN_DIMS_STEP} up to "
+                f"{MAX_PLAIN_DIMS}"
+            )
+        return _apart_record(family, d_qk, d_v)
+    if not steps or not 0 < d_v <= d_qk <= MAX_PLAIN_DIMS:
         raise SpecError(
             f"{family} rows of d_qk {d_qk} and d_v {d_v}: both must be multiples of {PLAIN_DIMS_STEP}, d_v at most "
             f"d_qk and d_qk at most {MAX_PLAIN_DIMS}"
@@ -452,8 +499,11 @@ def resolve_kv_format(
     # `bf16` is an id and a family: with a width given, the family decides.
     if family in KV_FAMILIES:
         candidates = [r for r in _RECORDS if r.family == family]
-    if not candidates and isinstance(family, str) and _PLAIN_ID.match(family):
-        candidates = [kv_format(family)]
+    if not candidates and isinstance(family, str):
+        if family in _APART_ELEMENTS:
+            candidates = [plain_format(family, _APART_DIMS, _APART_DIMS)]
+        elif _PLAIN_ID.match(family):
+            candidates = [kv_format(family)]
     if not candidates:
         raise SpecError(f"unknown KV format {family!r}{_nearest(family, (*KV_FAMILIES, *KV_FORMATS), KV_FAMILIES)}")
     for what, wanted, attribute in (

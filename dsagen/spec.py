@@ -209,7 +209,7 @@ class DeploymentSpec(_Part):
         dims, record = self.dims, self.kv_format
         self._check_index()
         self._check_kv_heads()
-        if dims.d_v > dims.d_qk:
+        if dims.d_v > dims.d_qk and record.first_value == 0:
             raise problem(
                 ("dims", "d_v"), f"must not exceed d_qk {dims.d_qk}: V is a part of each scored row", dims.d_v
             )

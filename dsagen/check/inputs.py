@@ -206,7 +206,7 @@ class _Draw:
         values, d_qk = self.case.values, self.record.d_qk
         typical = [found.typical for found in contents if found.typical is not None]
         if typical:
-            largest = torch.stack(typical).amax(0).clamp_min(1e-30)
+            largest = torch.stack(typical).amax(0)[:d_qk].clamp_min(1e-30)
             deviation = 2.0 / (self.sm_scale * math.sqrt(d_qk))
             return torch.div(self.queries() * deviation, largest)
         q = self.queries().clamp_(-1, 1)
@@ -299,7 +299,7 @@ class _Draw:
         values = self.case.values
         if values in (Values.MIXED_SCALES, Values.WILD_SCALES, Values.SUBNORMAL):
             return self.coded_contents(tokens.numel())
-        x = (self.normal(tokens.numel(), self.record.d_qk) / 10).clamp(-1, 1)
+        x = (self.normal(tokens.numel(), self.record.row_dims) / 10).clamp(-1, 1)
         if values in (Values.RAMP_UP, Values.RAMP_DOWN):
             self.ramp(x, tokens, ids)
         segments = quantise_rows(self.record, x.bfloat16(), natural_rule(self.record))
@@ -320,12 +320,12 @@ class _Draw:
     def coded_contents(self, count: int) -> _Contents:
         """Tokens given by codes and scales rather than by rows."""
         record, subnormal = self.record, self.case.values is Values.SUBNORMAL
-        d_qk, groups = record.d_qk, record.scale_groups or record.d_v // 128
+        row_dims, groups = record.row_dims, record.scale_groups or (record.first_value + record.d_v) // 128
         group_dims = record.scale_group_dims or 128
         magnitude = self.magnitudes(count, groups)
         values = self.codes(count, groups * group_dims, subnormal)
         code_rms = float(values.float().square().mean().sqrt())
-        plain = self.normal(count, d_qk - groups * group_dims) * 0.3
+        plain = self.normal(count, row_dims - groups * group_dims) * 0.3
         segments: dict[str, Tensor] = {}
         if record.scale_groups:
             segments["scales"] = encode(record.segment("scales").element, magnitude)

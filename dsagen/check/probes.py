@@ -168,8 +168,9 @@ class CaseRun:
 def cache_arguments(source: Source, prefix: str = "") -> dict[str, Tensor]:
     """A cache's tensors under the names of their arguments."""
     assert isinstance(source.caches, Mapping)
-    rows, *rope = (source.caches[tensor.name] for tensor in source.record.tensors)
-    return {f"{prefix}{name}": tensor for name, tensor in zip(("k_cache", "kpe_cache"), (rows, *rope), strict=False)}
+    rows, *second = source.record.tensors
+    names = {f"{prefix}k_cache": rows.name, **{f"{prefix}{tensor.name}": tensor.name for tensor in second}}
+    return {argument: source.caches[name] for argument, name in names.items()}
 
 
 def other_arguments(inputs: DecodeInputs) -> dict[str, Tensor | None]:

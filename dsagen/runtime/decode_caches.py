@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from dsagen.division import page_divisor
@@ -14,8 +16,23 @@ from dsagen.runtime.blocks import Number
 from dsagen.runtime.pools import Pool, checked_pool
 
 
+class SecondTensors(NamedTuple):
+    """The tensors that some formats have beside k_cache."""
+
+    kpe_cache: torch.Tensor | None = None
+    v_cache: torch.Tensor | None = None
+
+    def of(self, record: KvFormat) -> torch.Tensor | None:
+        """The one that goes with a format, None for a format of one tensor."""
+        return getattr(self, record.tensors[1].name) if len(record.tensors) > 1 else None  # type: ignore[no-any-return]
+
+
+# What a format keeps in a tensor of its own.
+_CONTENTS = {"kpe_cache": "rotary dims", "v_cache": "values"}
+
+
 def pool_arguments(
-    prefix: str, record: KvFormat, k_cache: torch.Tensor, kpe_cache: torch.Tensor | None, kv_heads: int = 1
+    prefix: str, record: KvFormat, k_cache: torch.Tensor, second: SecondTensors, kv_heads: int = 1
 ) -> dict[str, Number]:
     """The arguments that a cache's shapes and strides decide, addresses excepted; `prefix` is of their names.
 
@@ -37,24 +54,28 @@ def pool_arguments(
     for part in part_segments(record):
         parts = pool
         if part.tensor != values:
-            parts = _second_tensor(prefix, record, part.tensor, pool, kpe_cache, kv_heads)
+            parts = _second_tensor(prefix, record, part.tensor, pool, second, kv_heads)
         arguments |= {
             "part_page_stride_bytes": parts.page_stride_bytes,
             "part_row_stride_bytes": parts.token_rows * part.token_stride_bytes,
             "part_head_stride_bytes": parts.head_rows * part.token_stride_bytes,
         }
-    if len(record.tensors) == 1 and kpe_cache is not None:
-        raise GuardError(f"[T-17] {prefix}kpe_cache: format {record.format_id} has one tensor: leave it out")
+    names = {tensor.name for tensor in record.tensors}
+    for name, tensor in second._asdict().items():
+        if tensor is not None and name not in names:
+            has = "one tensor" if len(names) == 1 else "another second tensor"
+            raise GuardError(f"[T-17] {prefix}{name}: format {record.format_id} has {has}: leave it out")
     return {f"{prefix}{name}": value for name, value in arguments.items()}
 
 
 def pool_addresses(
-    prefix: str, record: KvFormat, k_cache: torch.Tensor, kpe_cache: torch.Tensor | None
+    prefix: str, record: KvFormat, k_cache: torch.Tensor, second: SecondTensors
 ) -> dict[str, Number]:
     """The arguments that a cache's addresses decide."""
     addresses: dict[str, Number] = {f"{prefix}kv": k_cache.data_ptr()}
     for part in part_segments(record):
-        tensor = k_cache if kpe_cache is None else kpe_cache
+        other = second.of(record)
+        tensor = k_cache if other is None else other
         section = part.section_bytes_per_token * int(k_cache.shape[1] * k_cache.shape[2])
         addresses[f"{prefix}kv_part"] = tensor.data_ptr() + section + part.offset_bytes
     return addresses
@@ -71,13 +92,14 @@ def no_pool_arguments(prefix: str, has_part: bool) -> dict[str, Number]:
 
 
 def _second_tensor(
-    prefix: str, record: KvFormat, name: str, pool: Pool, kpe_cache: torch.Tensor | None, kv_heads: int
+    prefix: str, record: KvFormat, name: str, pool: Pool, second: SecondTensors, kv_heads: int
 ) -> Pool:
-    if kpe_cache is None:
-        text = f"format {record.format_id} keeps rotary dims in their own tensor: pass it"
-        raise GuardError(f"[T-17] {prefix}kpe_cache: {text}")
-    other = _pool(f"{prefix}kpe_cache", kpe_cache, record, name, kv_heads)
-    check([SAME_PAGES_GUARD], other.same_pages(pool), name=f"{prefix}kpe_cache", other=f"{prefix}k_cache")
+    tensor = second.of(record)
+    if tensor is None:
+        text = f"format {record.format_id} keeps {_CONTENTS[name]} in their own tensor: pass it"
+        raise GuardError(f"[T-17] {prefix}{name}: {text}")
+    other = _pool(f"{prefix}{name}", tensor, record, name, kv_heads)
+    check([SAME_PAGES_GUARD], other.same_pages(pool), name=f"{prefix}{name}", other=f"{prefix}k_cache")
     return other
 
 

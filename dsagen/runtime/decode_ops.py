@@ -96,6 +96,8 @@ class DecodeOps(OpMethods):
         extra_topk_length: torch.Tensor | None = None,
         kpe_cache: torch.Tensor | None = None,
         extra_kpe_cache: torch.Tensor | None = None,
+        v_cache: torch.Tensor | None = None,
+        extra_v_cache: torch.Tensor | None = None,
         softmax_scale: float | None = None,
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
@@ -114,6 +116,7 @@ class DecodeOps(OpMethods):
         - extra_k_cache, extra_indices [batch, s_q, extra_topk], extra_topk_length: a second cache in the same softmax,
           of the spec's extra_kv, with pages, list and lengths of its own; a call may leave it out
         - kpe_cache, extra_kpe_cache: the rotary dims of formats that keep them in a tensor of their own
+        - v_cache, extra_v_cache: the values of formats whose keys are all that k_cache holds
         - softmax_scale: the model's by default
         - out, lse: destinations, allocated where not given
 
@@ -133,6 +136,8 @@ class DecodeOps(OpMethods):
                 "extra_topk_length": extra_topk_length,
                 "kpe_cache": kpe_cache,
                 "extra_kpe_cache": extra_kpe_cache,
+                "v_cache": v_cache,
+                "extra_v_cache": extra_v_cache,
             }
             d_v = self.spec.dims.d_v
             return traced.sparse_decode(self.handle, plan, (q, k_cache, indices), out, lse, d_v, **given)
@@ -152,6 +157,8 @@ class DecodeOps(OpMethods):
                 extra_indices,
                 extra_topk_length,
                 extra_kpe_cache,
+                v_cache,
+                extra_v_cache,
                 softmax_scale,
                 None,
             )
@@ -169,11 +176,13 @@ class DecodeOps(OpMethods):
                 extra_indices,
                 extra_topk_length,
                 extra_kpe_cache,
+                v_cache,
+                extra_v_cache,
                 softmax_scale,
             )
         if repeated is not False:
             return (out, lse) if repeated is True else repeated  # type: ignore[return-value]
-        others = (kpe_cache, extra_k_cache, extra_indices, extra_topk_length, extra_kpe_cache)
+        others = (kpe_cache, extra_k_cache, extra_indices, extra_topk_length, extra_kpe_cache, v_cache, extra_v_cache)
         tensors = DecodeTensors(q, k_cache, indices, topk_length, attn_sink, out, lse, *others)
         return self._decode(tensors, plan, softmax_scale)
 

@@ -18,7 +18,7 @@ from dsagen.families.sparse_decode.rows import part_segments
 from dsagen.guard import check
 from dsagen.kv_format import KvFormat
 from dsagen.runtime.blocks import Number
-from dsagen.runtime.decode_caches import no_pool_arguments, pool_addresses, pool_arguments
+from dsagen.runtime.decode_caches import SecondTensors, no_pool_arguments, pool_addresses, pool_arguments
 from dsagen.runtime.decode_lists import list_strides, require_lists
 from dsagen.runtime.decode_outputs import output_strides
 from dsagen.runtime.driver import Driver, Operands
@@ -63,6 +63,18 @@ class DecodeTensors(NamedTuple):
     extra_indices: torch.Tensor | None = None
     extra_topk_length: torch.Tensor | None = None
     extra_kpe_cache: torch.Tensor | None = None
+    v_cache: torch.Tensor | None = None
+    extra_v_cache: torch.Tensor | None = None
+
+    @property
+    def second(self) -> SecondTensors:
+        """Of the main cache: the tensors that some formats have beside k_cache."""
+        return SecondTensors(self.kpe_cache, self.v_cache)
+
+    @property
+    def extra_second(self) -> SecondTensors:
+        """The same of the second cache."""
+        return SecondTensors(self.extra_kpe_cache, self.extra_v_cache)
 
     def given(self) -> list[tuple[str, Any]]:
         """Name and tensor of those that the call brings; q, k_cache and indices always."""
@@ -75,9 +87,9 @@ _ADDRESSES: Mapping[str, str | tuple[str, ...]] = {
     **{name: name for name in ("q", "indices", "topk_length", "attn_sink", "out", "lse")},
     **{name: name for name in ("extra_indices", "extra_topk_length")},
     "kv": "k_cache",
-    "kv_part": ("kpe_cache", "k_cache"),
+    "kv_part": ("kpe_cache", "v_cache", "k_cache"),
     "extra_kv": "extra_k_cache",
-    "extra_kv_part": ("extra_kpe_cache", "extra_k_cache"),
+    "extra_kv_part": ("extra_kpe_cache", "extra_v_cache", "extra_k_cache"),
 }
 # A call is its tensors and the softmax scale, as given.
 FORM = CallForm(OP, DecodeTensors._fields, _OUTPUTS, 1, _ADDRESSES, frozenset({"lse_accum", "o_accum"}))
@@ -138,7 +150,7 @@ class DecodeBinder:
         batch, s_q, heads = (int(size) for size in t.q.shape[:3])
         require_lists("", t.indices, t.topk_length, (batch, s_q, spec.kv_heads))
         topk = int(t.indices.shape[-1])
-        pool = pool_arguments("", fmt, t.k_cache, t.kpe_cache, spec.kv_heads)
+        pool = pool_arguments("", fmt, t.k_cache, t.second, spec.kv_heads)
         extra = self._extra_arguments(t, batch, s_q)
         check_columns((topk, int(extra.get("extra_topk", 0))), (spec.topk, spec.extra_topk), TENSOR_NAMES)
         _require_optional(t, batch, s_q, heads, fmt.d_v)
@@ -160,9 +172,9 @@ class DecodeBinder:
 
     def _extra_arguments(self, t: DecodeTensors, batch: int, s_q: int) -> dict[str, Number]:
         """Arguments of the second cache; none for a spec without one."""
-        record, lists = self._extra_format, (t.extra_indices, t.extra_topk_length, t.extra_kpe_cache)
+        record, lists = self._extra_format, (t.extra_indices, t.extra_topk_length, *t.extra_second)
         if record is None or t.extra_k_cache is None:
-            names = ("extra_k_cache", "extra_indices", "extra_topk_length", "extra_kpe_cache")
+            names = ("extra_k_cache", "extra_indices", "extra_topk_length", "extra_kpe_cache", "extra_v_cache")
             stray = next((n for n, x in zip(names, (t.extra_k_cache, *lists), strict=True) if x is not None), None)
             if stray is not None:
                 why = "the spec declares no extra_kv" if record is None else "there is no extra_k_cache"
@@ -173,7 +185,7 @@ class DecodeBinder:
         kv_heads = self._spec.kv_heads
         require_lists("extra_", t.extra_indices, t.extra_topk_length, (batch, s_q, kv_heads))
         return {
-            **pool_arguments("extra_", record, t.extra_k_cache, t.extra_kpe_cache, kv_heads),
+            **pool_arguments("extra_", record, t.extra_k_cache, t.extra_second, kv_heads),
             **list_strides("extra_", t.extra_indices, t.extra_topk_length),
             "extra_topk": int(t.extra_indices.shape[-1]),
         }
@@ -365,13 +377,13 @@ def call_arguments(spec: DeploymentSpec, t: DecodeTensors, softmax_scale: float)
     names = ("q", "indices", "topk_length", "attn_sink", "out", "lse")
     arguments: dict[str, Number] = {"scale_log2": softmax_scale * _LOG2_E}
     arguments |= {name: _address(getattr(t, name)) for name in names}
-    arguments |= pool_addresses("", spec.kv_format, t.k_cache, t.kpe_cache)
+    arguments |= pool_addresses("", spec.kv_format, t.k_cache, t.second)
     extra = spec.extra_kv_format
     if extra is not None:
         arguments["extra_indices"] = _address(t.extra_indices)
         arguments["extra_topk_length"] = _address(t.extra_topk_length)
         if t.extra_k_cache is not None:
-            arguments |= pool_addresses("extra_", extra, t.extra_k_cache, t.extra_kpe_cache)
+            arguments |= pool_addresses("extra_", extra, t.extra_k_cache, t.extra_second)
     return arguments
 
 

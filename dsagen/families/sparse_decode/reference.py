@@ -58,14 +58,14 @@ class Source:
         return Source(self.record, flat, ids, lengths[..., head] if lengths is not None and lengths.ndim == 3 else lengths)
 
     def selected(self, b: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
-        """(rows fp64 [n, topk, d_qk], which of them count) of some query tokens; rows that do not count are zero."""
+        """(rows fp64 [n, topk, row_dims], which of them count) of some query tokens; rows that do not count are zero."""
         ids = self.indices[b, s].long()
         pool_tokens = min(tensor.tokens for tensor in cache_tensors(self.record, self.caches).values())
         live = _live_columns(self.indices, self.topk_length)[b, s, None]
         valid = (ids >= 0) & (ids < pool_tokens) & (torch.arange(ids.shape[1], device=ids.device) < live)
         x = read_tokens(self.record, self.caches, ids.masked_fill(~valid, 0).flatten())
         # Whatever lies at id 0 stands in for masked columns: zero it, since 0 * NaN is NaN.
-        return x.view(*ids.shape, self.record.d_qk).masked_fill_(~valid.unsqueeze(2), 0.0), valid
+        return x.view(*ids.shape, self.record.row_dims).masked_fill_(~valid.unsqueeze(2), 0.0), valid
 
 
 @dataclass(frozen=True)
@@ -130,9 +130,9 @@ def cache_tensors(record: KvFormat, caches: Caches) -> Mapping[str, CacheBytes]:
 
 
 def read_tokens(record: KvFormat, caches: Caches, ids: Tensor) -> Tensor:
-    """fp64 [ids, d_qk]: tokens at int64 `ids` (page * page_size + slot, all inside the pool), dequantised exactly."""
+    """fp64 [ids, row_dims]: tokens at int64 `ids` (page * page_size + slot, all inside the pool), dequantised exactly."""
     tensors = cache_tensors(record, caches)
-    rows = torch.empty(ids.numel(), record.d_qk, dtype=torch.float64, device=ids.device)
+    rows = torch.empty(ids.numel(), record.row_dims, dtype=torch.float64, device=ids.device)
     for segment in record.data_segments:
         columns = slice(segment.first_dim, segment.first_dim + segment.count)
         rows[:, columns] = _decode(segment.element, _segment_bytes(tensors[segment.tensor], segment, ids))
@@ -196,14 +196,14 @@ def _attend_all(q: Tensor, sources: list[Source], sm_scale: float, rows: Tensor)
     lse = torch.empty(rows.numel(), q.shape[2], dtype=torch.float64, device=q.device)
     peaks = [torch.zeros((), dtype=torch.float64, device=q.device)]
     budget = CHUNK_BYTES_DEVICE if q.is_cuda else CHUNK_BYTES_CPU
-    step = max(1, budget // (8 * record.d_qk * sum(source.indices.shape[2] for source in sources)))
+    step = max(1, budget // (8 * record.row_dims * sum(source.indices.shape[2] for source in sources)))
     for first in range(0, rows.numel(), step):
         part = rows[first : first + step]
         b, s = part // s_q, part % s_q
         chunk = slice(first, first + part.numel())
         selected = [source.selected(b, s) for source in sources]
         x, valid = (torch.cat(p, 1) if len(sources) > 1 else p[0] for p in zip(*selected, strict=True))
-        out[chunk], lse[chunk], peak = _attend(q[b, s].double() * sm_scale, x, valid, record.d_v)
+        out[chunk], lse[chunk], peak = _attend(q[b, s].double() * sm_scale, x, valid, record)
         peaks.append(peak)
     return DecodeReference(out, lse, float(torch.stack(peaks).max()))
 
@@ -242,14 +242,14 @@ def _live_columns(indices: Tensor, topk_length: Tensor | None) -> Tensor:
     return per_token.expand(batch, s_q).clamp(0, topk)
 
 
-def _attend(q: Tensor, x: Tensor, valid: Tensor, d_v: int) -> tuple[Tensor, Tensor, Tensor]:
+def _attend(q: Tensor, x: Tensor, valid: Tensor, record: KvFormat) -> tuple[Tensor, Tensor, Tensor]:
     """(out, natural lse with -inf for empty rows, largest finite |logit|) of scaled q [n, heads, d] over rows x."""
-    logits = torch.bmm(q, x.transpose(1, 2))
+    logits = torch.bmm(q, x[..., : record.d_qk].transpose(1, 2))
     peak = logits.nan_to_num(0.0, 0.0, 0.0).abs().amax()
     logits.masked_fill_(~valid.unsqueeze(1), -math.inf)
     lse = torch.logsumexp(logits, 2)
     probability = torch.exp(logits - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(2))
-    return torch.bmm(probability, x[..., :d_v]), lse, peak
+    return torch.bmm(probability, x[..., record.first_value : record.first_value + record.d_v]), lse, peak
 
 
 def _segment_bytes(cache: CacheBytes, segment: Segment, ids: Tensor) -> Tensor:
