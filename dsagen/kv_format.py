@@ -114,9 +114,9 @@ class KvFormat:
     """One cache format.
 
     `format_id` names the record everywhere (slugs, evidence), `family` is what a spec writes together with `layout` and
-    `scale_kind`. Dims 0 .. d_qk-1 are scored; dims 0 .. d_v-1 are summed; the last `d_rope` of d_qk are rotary
-    (0: the record does not tell), and `rope_in_v` says whether they belong to V as well. Where values are apart from keys
-    `first_value` is d_qk, and the summed dims are the d_v that follow. Writers round the stride of pages up to
+    `scale_kind`. Dims 0 .. d_qk-1 are scored; d_v dims from `first_value` on are summed: 0, or d_qk where values are
+    apart from keys. The last `d_rope` of d_qk are rotary (0: the record does not tell), and `rope_in_v` says whether
+    they belong to V as well. Writers round the stride of pages up to
     `page_granule_bytes`; readers accept any multiple of CACHE_ALIGNMENT_BYTES.
     """
 
@@ -475,8 +475,8 @@ def plain_format(family: str, d_qk: int, d_v: int) -> KvFormat:
     if family in _APART_ELEMENTS:
         if not steps or not 0 < d_qk <= MAX_PLAIN_DIMS or not 0 < d_v <= MAX_PLAIN_DIMS:
             raise SpecError(
-                f"{family} keys of d_qk {d_qk} and values of d_v {d_v}: both must be multiples of {PLAIN_DIMS_STEP} up to "
-                f"{MAX_PLAIN_DIMS}"
+                f"{family} keys of d_qk {d_qk} and values of d_v {d_v}: both must be multiples of {PLAIN_DIMS_STEP} "
+                f"up to {MAX_PLAIN_DIMS}"
             )
         return _apart_record(family, d_qk, d_v)
     if not steps or not 0 < d_v <= d_qk <= MAX_PLAIN_DIMS:

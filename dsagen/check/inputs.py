@@ -165,8 +165,9 @@ class _Draw:
         write_tokens(record, caches, rows, contents.segments)
         indices = torch.where(valid, ids, self.invalid_ids(ids, live)).int()
         if self.lists > 1:
-            indices = indices.unflatten(1, (case.s_q, self.lists))
-            lengths = lengths.unflatten(1, (case.s_q, self.lists)) if lengths is not None and lengths.ndim == 2 else lengths
+            lists = (case.batch, case.s_q, self.lists)
+            indices = indices.view(*lists, case.topk)
+            lengths = lengths.view(lists) if lengths is not None and lengths.ndim == 2 else lengths
         given = None if lengths is None else self.placed_lengths(lengths.int())
         return Source(record, self.by_head(caches), self.placed(indices, 0, 128), given), contents
 
@@ -177,9 +178,9 @@ class _Draw:
         for head in range(kv_heads):
             own = slice(head, None, self.lists) if self.lists > 1 else slice(None)
             chosen[ids[:, own][valid[:, own]], head] = True
-        tokens, head = chosen.nonzero().unbind(1)
+        tokens, heads = chosen.nonzero().unbind(1)
         page, slot = tokens // page_size, tokens % page_size
-        row = head * page_size + slot if self.case.by_kv_head else slot * kv_heads + head
+        row = heads * page_size + slot if self.case.by_kv_head else slot * kv_heads + heads
         return tokens, page * page_size * kv_heads + row
 
     def allocate(self) -> dict[str, Tensor]:
@@ -192,7 +193,7 @@ class _Draw:
         if self.kv_heads == 1:
             return caches
         shape = (self.kv_heads, self.case.page_size) if self.case.by_kv_head else (self.case.page_size, self.kv_heads)
-        split = {name: cache.squeeze(2).unflatten(1, shape) for name, cache in caches.items()}
+        split = {name: cache.view(self.pages, *shape, -1) for name, cache in caches.items()}
         return {name: cache.transpose(1, 2) for name, cache in split.items()} if self.case.by_kv_head else split
 
     def padding_bytes(self) -> int:
@@ -247,7 +248,7 @@ class _Draw:
         return ids.expand(case.batch * queries, -1).view(case.batch, queries, case.topk)
 
     def lengths(self) -> Tensor | None:
-        """int64 [b] or [b, s_q x lists], with 0, full and (in wild cases) out-of-range ones among them where there is room."""
+        """int64 [b] or [b, s_q x lists]: 0, full and (in wild cases) out-of-range ones among them where there is room."""
         case = self.case
         if case.lengths is Lengths.NONE:
             return None

@@ -24,7 +24,7 @@ class SecondTensors(NamedTuple):
 
     def of(self, record: KvFormat) -> torch.Tensor | None:
         """The one that goes with a format, None for a format of one tensor."""
-        return getattr(self, record.tensors[1].name) if len(record.tensors) > 1 else None  # type: ignore[no-any-return]
+        return getattr(self, record.tensors[1].name) if len(record.tensors) > 1 else None
 
 
 # What a format keeps in a tensor of its own.
@@ -68,9 +68,7 @@ def pool_arguments(
     return {f"{prefix}{name}": value for name, value in arguments.items()}
 
 
-def pool_addresses(
-    prefix: str, record: KvFormat, k_cache: torch.Tensor, second: SecondTensors
-) -> dict[str, Number]:
+def pool_addresses(prefix: str, record: KvFormat, k_cache: torch.Tensor, second: SecondTensors) -> dict[str, Number]:
     """The arguments that a cache's addresses decide."""
     addresses: dict[str, Number] = {f"{prefix}kv": k_cache.data_ptr()}
     for part in part_segments(record):
@@ -91,9 +89,7 @@ def no_pool_arguments(prefix: str, has_part: bool) -> dict[str, Number]:
     return {**arguments, f"{prefix}page_size": 1}
 
 
-def _second_tensor(
-    prefix: str, record: KvFormat, name: str, pool: Pool, second: SecondTensors, kv_heads: int
-) -> Pool:
+def _second_tensor(prefix: str, record: KvFormat, name: str, pool: Pool, second: SecondTensors, kv_heads: int) -> Pool:
     tensor = second.of(record)
     if tensor is None:
         text = f"format {record.format_id} keeps {_CONTENTS[name]} in their own tensor: pass it"

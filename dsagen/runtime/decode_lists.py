@@ -31,11 +31,9 @@ def require_lists(
     require(rule, indices)
     if lengths is None:
         return
-    shape, layout = ((batch,), "[batch] (or [batch, s_q])")
-    if lengths.dim() == 2:
-        shape, layout = (batch, s_q), "[batch, s_q]"
-    elif lengths.dim() == 3 and kv_heads > 1:
-        shape, layout = sizes, "[batch, s_q, kv_heads]"
+    shapes = {2: "[batch, s_q]", **({3: "[batch, s_q, kv_heads]"} if kv_heads > 1 else {})}
+    layout = shapes.get(lengths.dim(), "[batch] (or [batch, s_q])")
+    shape = sizes[: lengths.dim() if lengths.dim() in shapes else 1]
     require(TensorRule(f"{prefix}topk_length", dtypes, layout, shape, last_dim_contiguous=False), lengths)
 
 

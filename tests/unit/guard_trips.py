@@ -165,8 +165,8 @@ TRIPS: dict[str, dict[str, Trip]] = {
         ),
         "SD-27": Trip(
             {"heads": 74, "kv_heads": 2, "heads_each": 37, "most_heads": 32, "kv_head_groups": 37, "least_groups": 2},
-            "[SD-27] heads: 74 of 2 KV heads are 37 each, of which a CTA holds 32: equal parts take 37 CTAs where 2 would "
-            "do: pad each KV head's query heads to a multiple of 2",
+            "[SD-27] heads: 74 of 2 KV heads are 37 each, of which a CTA holds 32: equal parts take 37 CTAs where 2 "
+            "would do: pad each KV head's query heads to a multiple of 2",
             "kv_head_groups <= (2 * least_groups)",
             {"kv_head_groups": 4},
         ),

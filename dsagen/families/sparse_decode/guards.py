@@ -66,7 +66,8 @@ DEAL_GUARD = Guard(
     "plan",
     "kv_head_groups <= 2 * least_groups",
     "heads: {heads} of {kv_heads} KV heads are {heads_each} each, of which a CTA holds {most_heads}: equal parts take "
-    "{kv_head_groups} CTAs where {least_groups} would do: pad each KV head's query heads to a multiple of {least_groups}",
+    "{kv_head_groups} CTAs where {least_groups} would do: pad each KV head's query heads to a multiple of "
+    "{least_groups}",
 )
 
 LAUNCH_GUARDS: tuple[Guard, ...] = (
@@ -172,10 +173,10 @@ POOL_GUARDS: tuple[Guard, ...] = (
 KV_HEADS_GUARD = Guard(
     "SD-28",
     "launch",
-    "token_stride_bytes == kv_heads * row_bytes and head_stride_bytes == row_bytes or token_stride_bytes == row_bytes and "
-    "head_stride_bytes == page_size * row_bytes",
-    "{name}: token stride {token_stride_bytes} B and KV-head stride {head_stride_bytes} B with rows of {row_bytes} B: a "
-    "page holds either the {kv_heads} rows of each token side by side, or the {page_size} rows of each KV head",
+    "token_stride_bytes == kv_heads * row_bytes and head_stride_bytes == row_bytes "
+    "or token_stride_bytes == row_bytes and head_stride_bytes == page_size * row_bytes",
+    "{name}: token stride {token_stride_bytes} B and KV-head stride {head_stride_bytes} B with rows of {row_bytes} B: "
+    "a page holds either the {kv_heads} rows of each token side by side, or the {page_size} rows of each KV head",
 )
 SAME_PAGES_GUARD = Guard(
     "SD-17",

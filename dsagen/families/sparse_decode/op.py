@@ -62,8 +62,8 @@ class DecodePartition:
     """How a call is dealt to CTAs, and the workspace that it needs (0 bytes when rows are not split).
 
     The workspace holds lse_accum, fp32 [rows, num_splits, heads], at byte 0 and o_accum, fp32 [rows, num_splits, heads,
-    d_v], at `o_accum_offset_bytes`. `kv_head_groups` of the `head_groups` share a KV head. `why` says where num_splits comes from; `untuned` that no measurement stands
-    behind it.
+    d_v], at `o_accum_offset_bytes`. `kv_head_groups` of the `head_groups` share a KV head. `why` says where
+    num_splits comes from; `untuned` that no measurement stands behind it.
     """
 
     rows: int

@@ -55,10 +55,12 @@ class Source:
         # Ids that name no token stay what they are.
         ids = torch.where((ids >= 0) & (ids < pages * page_size), ids // page_size * page_size * kv_heads + slot, -1)
         lengths = self.topk_length
-        return Source(self.record, flat, ids, lengths[..., head] if lengths is not None and lengths.ndim == 3 else lengths)
+        return Source(
+            self.record, flat, ids, lengths[..., head] if lengths is not None and lengths.ndim == 3 else lengths
+        )
 
     def selected(self, b: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
-        """(rows fp64 [n, topk, row_dims], which of them count) of some query tokens; rows that do not count are zero."""
+        """(rows fp64 [n, topk, row_dims], which count) of some query tokens; rows that do not count are zero."""
         ids = self.indices[b, s].long()
         pool_tokens = min(tensor.tokens for tensor in cache_tensors(self.record, self.caches).values())
         live = _live_columns(self.indices, self.topk_length)[b, s, None]
@@ -130,7 +132,7 @@ def cache_tensors(record: KvFormat, caches: Caches) -> Mapping[str, CacheBytes]:
 
 
 def read_tokens(record: KvFormat, caches: Caches, ids: Tensor) -> Tensor:
-    """fp64 [ids, row_dims]: tokens at int64 `ids` (page * page_size + slot, all inside the pool), dequantised exactly."""
+    """fp64 [ids, row_dims]: tokens at int64 `ids` (page * page_size + slot, all in the pool), dequantised exactly."""
     tensors = cache_tensors(record, caches)
     rows = torch.empty(ids.numel(), record.row_dims, dtype=torch.float64, device=ids.device)
     for segment in record.data_segments:
@@ -162,9 +164,10 @@ def sparse_decode_reference(
 
     caches [pages, page_size, kv_heads, columns]; q [batch, s_q, heads, d_qk], of whose heads each KV head has an equal
     share, in order; with several KV heads indices may be [batch, s_q, kv_heads, topk] and topk_length [batch, s_q,
-    kv_heads], else all KV heads have the same. indices int [batch, s_q, topk], page * page_size + slot; topk_length int [batch] or
-    [batch, s_q]; attn_sink [heads], a natural-log logit that takes weight and gives no value. An id that is negative,
-    at or past the pool, or in a column at or past the length selects nothing; equal ids count as often as they occur.
+    kv_heads], else all KV heads have the same. indices int [batch, s_q, topk], page * page_size + slot; topk_length int
+    [batch] or [batch, s_q]; attn_sink [heads], a natural-log logit that takes weight and gives no value. An id that is
+    negative, at or past the pool, or in a column at or past the length selects nothing; equal ids count as often as
+    they occur.
     `extra` is a second cache with lists of its own: both select for the same softmax. A row that selects nothing gives
     out 0 and lse `empty_lse`, whatever the sink. The sink is not part of lse, which is in base e or 2. `rows` int64
     picks some of the batch * s_q query tokens; by default all are computed in order.
@@ -176,7 +179,7 @@ def sparse_decode_reference(
     if kv_heads == 1:
         found = _attend_all(q, sources, sm_scale, rows)
     else:
-        shares = q.unflatten(2, (kv_heads, -1)).unbind(2)
+        shares = q.chunk(kv_heads, 2)
         seen = ([source.of_kv_head(head) for source in sources] for head in range(kv_heads))
         parts = [_attend_all(share, own, sm_scale, rows) for share, own in zip(shares, seen, strict=True)]
         out, lse = torch.cat([part.out for part in parts], 1), torch.cat([part.lse for part in parts], 1)
