@@ -248,7 +248,7 @@ class _Draw:
         return ids.expand(case.batch * queries, -1).view(case.batch, queries, case.topk)
 
     def lengths(self) -> Tensor | None:
-        """int64 [b] or [b, s_q x lists]: 0, full and (in wild cases) out-of-range ones among them where there is room."""
+        """int64 [b] or [b, s_q x lists]; 0, full and (in wild cases) out-of-range ones among them where it has room."""
         case = self.case
         if case.lengths is Lengths.NONE:
             return None

@@ -137,13 +137,14 @@ class CaseRun:
         if self.case.sample_rows:
             # Evenly spread, the first and the last row included.
             rows = torch.linspace(0, self.case.rows - 1, self.case.sample_rows, device=self.device).round().long()
-        want = reference_of(kernels.spec, inputs, rows)
+        rough = self.case.values in ROUGH_VALUES
+        want = reference_of(kernels.spec, inputs, rows, with_spread=rough)
         out, lse = outputs.rows()
         if rows is not None:
             out, lse = out[rows], lse[rows]
         gates = gates_for(self.case.values, want.peak)
         group_dims = inputs.record.scale_group_dims or _DEFAULT_GROUP_DIMS
-        return compare_decode(out, lse, want.out, want.lse, group_dims, gates)
+        return compare_decode(out, lse, want.out, want.lse, group_dims, gates, want.spread)
 
     def require_memory(self, spec: DeploymentSpec) -> None:
         """NotRunError when the device lacks the memory that the case is reckoned to need."""
@@ -190,7 +191,9 @@ def gates_for(values: Values, peak: float) -> Gates:
     return Gates().for_peak(peak) if values in ROUGH_VALUES else Gates().for_logits(peak)
 
 
-def reference_of(spec: DeploymentSpec, inputs: DecodeInputs, rows: Tensor | None = None) -> DecodeReference:
+def reference_of(
+    spec: DeploymentSpec, inputs: DecodeInputs, rows: Tensor | None = None, *, with_spread: bool = False
+) -> DecodeReference:
     """The exact result for some or all query tokens, in the spec's conventions."""
     return sparse_decode_reference(
         inputs.q,
@@ -204,6 +207,7 @@ def reference_of(spec: DeploymentSpec, inputs: DecodeInputs, rows: Tensor | None
         empty_lse=float(spec.lse.empty),
         rows=rows,
         extra=inputs.extra,
+        with_spread=with_spread,
     )
 
 

@@ -97,6 +97,7 @@ def reference_of(case: DecodeCase, fmt: str, heads: int, extra: str | None = Non
     return sparse_decode_reference(
         inputs.q, inputs.record, inputs.caches, inputs.indices, sm_scale=inputs.sm_scale,
         topk_length=inputs.topk_length, attn_sink=inputs.attn_sink, extra=inputs.extra,
+        with_spread=True,
     )  # fmt: skip
 
 
@@ -216,4 +217,4 @@ def problem(case: DecodeCase, fmt: str, found: Run, extra: str | None = None) ->
     rows = case.batch * case.s_q
     out, lse = found.out.reshape(rows, -1, record.d_v), found.lse.reshape(rows, -1)
     gates = gates_for(case.values, want.peak)
-    return compare_decode(out, lse, want.out, want.lse, record.scale_group_dims or 128, gates).problem
+    return compare_decode(out, lse, want.out, want.lse, record.scale_group_dims or 128, gates, want.spread).problem

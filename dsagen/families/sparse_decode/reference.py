@@ -60,7 +60,7 @@ class Source:
         )
 
     def selected(self, b: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
-        """(rows fp64 [n, topk, row_dims], which count) of some query tokens; rows that do not count are zero."""
+        """(rows fp64 [n, topk, row_dims], which count) of query tokens; rows that do not count are zero."""
         ids = self.indices[b, s].long()
         pool_tokens = min(tensor.tokens for tensor in cache_tensors(self.record, self.caches).values())
         live = _live_columns(self.indices, self.topk_length)[b, s, None]
@@ -72,11 +72,16 @@ class Source:
 
 @dataclass(frozen=True)
 class DecodeReference:
-    """Exact results: `out` fp64 [rows, heads, d_v], `lse` fp64 [rows, heads], `peak` the largest finite |logit|."""
+    """Exact results: `out` fp64 [rows, heads, d_v], `lse` fp64 [rows, heads], `peak` the largest finite |logit|.
+
+    `spread`, where asked for, is like `out`: the root of the sum of squares of what each token adds to it, in which
+    independent errors of the probabilities show, however much of the sum cancels.
+    """
 
     out: Tensor
     lse: Tensor
     peak: float
+    spread: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -159,6 +164,7 @@ def sparse_decode_reference(
     empty_lse: float = math.inf,
     rows: Tensor | None = None,
     extra: Source | None = None,
+    with_spread: bool = False,
 ) -> DecodeReference:
     """Attention of each query token over the tokens that its index row selects.
 
@@ -177,26 +183,31 @@ def sparse_decode_reference(
         rows = torch.arange(q.shape[0] * q.shape[1], device=q.device)
     kv_heads = sources[0].kv_heads
     if kv_heads == 1:
-        found = _attend_all(q, sources, sm_scale, rows)
+        found = _attend_all(q, sources, sm_scale, rows, with_spread)
     else:
         shares = q.chunk(kv_heads, 2)
         seen = ([source.of_kv_head(head) for source in sources] for head in range(kv_heads))
-        parts = [_attend_all(share, own, sm_scale, rows) for share, own in zip(shares, seen, strict=True)]
+        parts = [_attend_all(share, own, sm_scale, rows, with_spread) for share, own in zip(shares, seen, strict=True)]
         out, lse = torch.cat([part.out for part in parts], 1), torch.cat([part.lse for part in parts], 1)
-        found = DecodeReference(out, lse, max(part.peak for part in parts))
+        spread = torch.cat([part.spread for part in parts if part.spread is not None], 1) if with_spread else None
+        found = DecodeReference(out, lse, max(part.peak for part in parts), spread)
     out, lse = found.out, found.lse
     empty = lse == -math.inf
     if attn_sink is not None:
-        out *= (1 / (1 + torch.exp(attn_sink.double() - lse))).masked_fill(empty, 0.0).unsqueeze(2)
+        factor = (1 / (1 + torch.exp(attn_sink.double() - lse))).masked_fill(empty, 0.0).unsqueeze(2)
+        out *= factor
+        if found.spread is not None:
+            found.spread.mul_(factor)
     lse = (lse / math.log(2) if lse_base == 2 else lse).masked_fill(empty, empty_lse)
-    return DecodeReference(out, lse, found.peak)
+    return DecodeReference(out, lse, found.peak, found.spread)
 
 
-def _attend_all(q: Tensor, sources: list[Source], sm_scale: float, rows: Tensor) -> DecodeReference:
+def _attend_all(q: Tensor, sources: list[Source], sm_scale: float, rows: Tensor, with_spread: bool) -> DecodeReference:
     """Results without a sink for some query tokens, natural lse -inf for those that select nothing; one KV head."""
     s_q, record = q.shape[1], sources[0].record
     out = torch.empty(rows.numel(), q.shape[2], record.d_v, dtype=torch.float64, device=q.device)
     lse = torch.empty(rows.numel(), q.shape[2], dtype=torch.float64, device=q.device)
+    spread = torch.empty_like(out) if with_spread else None
     peaks = [torch.zeros((), dtype=torch.float64, device=q.device)]
     budget = CHUNK_BYTES_DEVICE if q.is_cuda else CHUNK_BYTES_CPU
     step = max(1, budget // (8 * record.row_dims * sum(source.indices.shape[2] for source in sources)))
@@ -206,9 +217,13 @@ def _attend_all(q: Tensor, sources: list[Source], sm_scale: float, rows: Tensor)
         chunk = slice(first, first + part.numel())
         selected = [source.selected(b, s) for source in sources]
         x, valid = (torch.cat(p, 1) if len(sources) > 1 else p[0] for p in zip(*selected, strict=True))
-        out[chunk], lse[chunk], peak = _attend(q[b, s].double() * sm_scale, x, valid, record)
+        probability, lse[chunk], peak = _softmax(q[b, s].double() * sm_scale, x[..., : record.d_qk], valid)
+        values = x[..., record.first_value : record.first_value + record.d_v]
+        out[chunk] = torch.bmm(probability, values)
+        if spread is not None:
+            spread[chunk] = torch.bmm(probability.square(), values.square()).sqrt()
         peaks.append(peak)
-    return DecodeReference(out, lse, float(torch.stack(peaks).max()))
+    return DecodeReference(out, lse, float(torch.stack(peaks).max()), spread)
 
 
 def combine_reference(
@@ -245,14 +260,13 @@ def _live_columns(indices: Tensor, topk_length: Tensor | None) -> Tensor:
     return per_token.expand(batch, s_q).clamp(0, topk)
 
 
-def _attend(q: Tensor, x: Tensor, valid: Tensor, record: KvFormat) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, natural lse with -inf for empty rows, largest finite |logit|) of scaled q [n, heads, d] over rows x."""
-    logits = torch.bmm(q, x[..., : record.d_qk].transpose(1, 2))
+def _softmax(q: Tensor, keys: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(probabilities, natural lse with -inf for empty rows, largest finite |logit|) of scaled q [n, heads, d_qk]."""
+    logits = torch.bmm(q, keys.transpose(1, 2))
     peak = logits.nan_to_num(0.0, 0.0, 0.0).abs().amax()
     logits.masked_fill_(~valid.unsqueeze(1), -math.inf)
     lse = torch.logsumexp(logits, 2)
-    probability = torch.exp(logits - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(2))
-    return torch.bmm(probability, x[..., record.first_value : record.first_value + record.d_v]), lse, peak
+    return torch.exp(logits - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(2)), lse, peak
 
 
 def _segment_bytes(cache: CacheBytes, segment: Segment, ids: Tensor) -> Tensor:
