@@ -12,7 +12,7 @@ from dsagen.spec import load_spec
 
 
 def cancelling_tokens(error):
-    """Attention over tokens whose first dim is large and cancels among 32 small ones; probabilities are off by `error`."""
+    """Attention over tokens whose first dim is large and cancels, others small; probabilities are off by `error`."""
     random = torch.Generator().manual_seed(4)
     values = torch.randn(1, 200, 32, generator=random, dtype=torch.float64)
     values[0, :40, 0] = torch.tensor([400.0, -400.0]).repeat(20)
@@ -42,6 +42,6 @@ def test_the_spread_is_that_of_the_tokens():
     assert reference_of(spec, inputs).spread is None
     assert found.spread.shape == found.out.shape and bool((found.spread >= 0).all())
     # One token: all of it is what that token adds.
-    one = replace(inputs, indices=inputs.indices.clone().index_fill_(2, torch.arange(1, 40), -1), topk_length=None)
+    one = replace(inputs, indices=inputs.indices.clone().index_fill_(2, torch.arange(1, 40), -1))
     alone = reference_of(spec, one, with_spread=True)
     assert torch.allclose(alone.spread, alone.out.abs())
