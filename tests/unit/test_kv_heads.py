@@ -8,6 +8,7 @@ import torch
 from fake_driver import FakeDriver, fake_cubins, unpack
 
 from dsagen.arch import ARCHS
+from dsagen.bench.cases import decode_cases as bench_cases
 from dsagen.check.cases import DecodeCase, Lengths, decode_cases
 from dsagen.check.inputs import make_inputs
 from dsagen.check.probes import CaseRun, reference_of
@@ -369,6 +370,12 @@ def test_a_kernel_that_mistakes_kv_heads_fails(defect):
     case = replace(CASE, own_lists=True)
     result, _ = run_case(CaseRun(case, kernels, CPU, 5))
     assert result.status == ("failed" if defect else "passed"), result.problem
+
+
+@pytest.mark.parametrize(("heads", "text"), [(KV, "2 KV heads: such"), (1, "format bf16_kv_d128_v128: such")])
+def test_benchmarks_leave_them_out(heads, text):
+    with pytest.raises(SpecError, match=text):
+        bench_cases(spec_of(kv_heads=heads))
 
 
 def test_cases_have_shared_and_own_lists_in_either_order_of_rows():
