@@ -159,6 +159,12 @@ class DeploymentSpec(_Part):
     extra_kv: ExtraKvSpec | None
     topk: Capacity = Field(description="capacity of the main cache's index row, in columns")
     dims: DimsSpec
+    kv_heads: int = Field(
+        default=1,
+        ge=1,
+        le=MAX_HEADS,
+        description="KV heads on this rank, each with cache rows of its own and an equal share of the query heads",
+    )
     lse: LseSpec = LseSpec()
     determinism: Literal["off", "batch_invariant"] = "off"
     scores: Literal["fp32", "bf16"] | None = Field(
@@ -202,7 +208,8 @@ class DeploymentSpec(_Part):
     def _no_contradiction(self) -> Self:
         dims, record = self.dims, self.kv_format
         self._check_index()
-        if dims.d_v > dims.d_qk:
+        self._check_kv_heads()
+        if dims.d_v > dims.d_qk and record.first_value == 0:
             raise problem(
                 ("dims", "d_v"), f"must not exceed d_qk {dims.d_qk}: V is a part of each scored row", dims.d_v
             )
@@ -214,6 +221,13 @@ class DeploymentSpec(_Part):
                 raise problem(("extra_kv", "format"), f"{refusal}, or extra_kv: none", self.extra_kv.format)
         self._check_writes()
         return self
+
+    def _check_kv_heads(self) -> None:
+        if self.kv_heads > 1 and self.model_preset.d_qk is not None:
+            text = f"model {self.model} has one KV head, whose rows serve all query heads; others need model: custom"
+            raise problem(("kv_heads",), text, self.kv_heads)
+        if self.heads % self.kv_heads:
+            raise problem(("kv_heads",), f"must divide heads {self.heads}: each KV head has as many", self.kv_heads)
 
     def _check_index(self) -> None:
         if self.index is None and INDEX_OP in self.ops:
@@ -282,6 +296,8 @@ class DeploymentSpec(_Part):
         for key in READ_BY:
             if data[key] is None:
                 del data[key]
+        if self.kv_heads == 1:
+            del data["kv_heads"]
         if "kv_write" in data and data["kv_write"]["extra_rule"] is None:
             del data["kv_write"]["extra_rule"]
         return data

@@ -33,8 +33,15 @@ CACHE_OP = "kv_cache"
 DEFAULT_ROWS = "bf16"
 # The op that reads `index`.
 INDEX_OP = "indexer_logits"
-# Keys that are there exactly where one of some ops is.
-READ_BY: Mapping[str, tuple[str, ...]] = {"scores": SCORES_OPS, "kv_write": (CACHE_OP,), "index": (INDEX_OP,)}
+# The op that reads `kv_heads`.
+DECODE_OP = "sparse_decode"
+# Keys that are there exactly where one of some ops is; `kv_heads` only where there are several.
+READ_BY: Mapping[str, tuple[str, ...]] = {
+    "scores": SCORES_OPS,
+    "kv_write": (CACHE_OP,),
+    "index": (INDEX_OP,),
+    "kv_heads": (DECODE_OP,),
+}
 
 
 def known_ops() -> tuple[str, ...]:
@@ -93,9 +100,18 @@ def _complete_write(value: Any, kv: Any, extra_kv: Any) -> Any:
         return value
     rules = {}
     for key, cache in (("rule", kv), ("extra_rule", extra_kv)):
-        if isinstance(cache, Mapping) and cache.get("format") in KV_FORMATS:
-            rules[key] = default_rule(kv_format(cache["format"]))
+        record = _known_record(cache)
+        if record is not None:
+            rules[key] = default_rule(record)
     return {"rows": DEFAULT_ROWS, **rules, **value}
+
+
+def _known_record(cache: Any) -> KvFormat | None:
+    """The record of a completed cache, None where its format is no id of one."""
+    try:
+        return kv_format(cache["format"]) if isinstance(cache, Mapping) else None
+    except (KeyError, SpecError):
+        return None
 
 
 def _complete_index(value: Any, preset: ModelPreset) -> Any:

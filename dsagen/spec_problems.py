@@ -34,6 +34,7 @@ NOTHING = _Nothing()  # no value was written at the key
 # Bounds by the key path, or by its last word, with what the number counts.
 _RANGES: Mapping[str, tuple[int, int, str]] = {
     "heads": (1, MAX_HEADS, "query heads on this rank"),
+    "kv_heads": (1, MAX_HEADS, "KV heads on this rank"),
     "index.heads": (8, MAX_HEADS, "index heads, in steps of 8"),
     "topk": (1, MAX_TOPK, "columns of the index row"),
     "d_qk": (1, MAX_ROW_ELEMENTS, "elements of a scored row"),
@@ -46,7 +47,7 @@ _RUN_TIME_KEYS = frozenset(
      "sm_scale", "num_splits", "topk_length", "attn_sink"}
 )  # fmt: skip
 # What other stacks call the number of KV heads.
-_KV_HEAD_KEYS = frozenset({"h_kv", "h_k", "kv_heads", "num_kv_heads", "n_kv_heads", "num_key_value_heads"})
+_KV_HEAD_KEYS = frozenset({"h_kv", "h_k", "num_kv_heads", "n_kv_heads", "num_key_value_heads"})
 
 
 @dataclass(frozen=True)
@@ -133,10 +134,7 @@ def _describe(detail: ErrorDetails, model: type[BaseModel]) -> Problem:
 
 def _unknown_key(key: str, fields: tuple[str, ...]) -> str:
     if key in _KV_HEAD_KEYS:
-        return (
-            "GQA and MHA (h_kv > 1) are not built: a row of a cache serves all query heads, so there is one KV head: "
-            "leave it out"
-        )
+        return "is no key here: the KV heads of this rank are `kv_heads`, 1 unless given"
     if key in _RUN_TIME_KEYS:
         return "is decided at run time and needs no kernel of its own: leave it out"
     return f"unknown key{_allowed(key, fields)}"

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from dsagen.bench.data import DecodeCase
 from dsagen.bench.topk_data import TopkBenchCase
+from dsagen.errors import SpecError
 from dsagen.spec import DeploymentSpec
 
 BATCHES = (1, 4, 16, 64, 128)
@@ -40,8 +41,12 @@ def decode_cases(spec: DeploymentSpec) -> list[DecodeCase]:
     """A sparse-decode deployment at each batch: 32K tokens a sequence, one query token, its index rows.
 
     With a second cache that is a window and 512 (of large capacities also 1024) selected tokens; where the main
-    cache's rows have room for a selection, also that alone.
+    cache's rows have room for a selection, also that alone. SpecError for several KV heads, and for values apart from
+    keys: no pool of such is drawn here.
     """
+    if spec.kv_heads > 1 or spec.kv_format.first_value:
+        what = f"{spec.kv_heads} KV heads" if spec.kv_heads > 1 else f"format {spec.kv.format_id}"
+        raise SpecError(f"{spec.name}: {what}: such calls are not measured, only checked: leave the spec out")
     return [
         DecodeCase(
             kv_format=spec.kv.format_id,

@@ -115,6 +115,8 @@ class DecodeCase:
     `strided`: q, indices, lengths and outputs are parts of larger tensors. `padded_pages`: a spare row behind each
     page. `num_splits` forces the split count. `lse` is (base, value of an empty row). `sample_rows` bounds how many
     query tokens are compared; 0 compares all. `extra` is the second cache, which a spec without one does not get.
+    Of specs with several KV heads: `own_lists` gives each KV head a list and, where lengths are per token, a length of
+    its own; `by_kv_head` lets pages hold the rows of each KV head one after the other.
     """
 
     op: ClassVar[str] = "sparse_decode"
@@ -139,6 +141,8 @@ class DecodeCase:
     probe: Probe = Probe.PLAIN
     sample_rows: int = 0
     extra: ExtraCase | None = None
+    own_lists: bool = False
+    by_kv_head: bool = False
 
     @property
     def extra_topk(self) -> int:
@@ -152,17 +156,23 @@ class DecodeCase:
 
 
 def decode_cases(
-    tier: Tier, tile_tokens: int, record_bytes: int, keeps_nan: bool = True, two_caches: bool = False
+    tier: Tier,
+    tile_tokens: int,
+    record_bytes: int,
+    keeps_nan: bool = True,
+    two_caches: bool = False,
+    kv_heads: int = 1,
 ) -> tuple[DecodeCase, ...]:
     """The cases of a tier for a kernel with tiles of `tile_tokens` and cache records of `record_bytes`.
 
     `keeps_nan` False leaves out NaN in selected tokens, for kernels that declare to read NaN codes as numbers.
-    `two_caches`: the kernel has a second cache, which then is in most cases, and in some of its own.
+    `two_caches`: the kernel has a second cache, which then is in most cases, and in some of its own. Several `kv_heads`
+    have lists of their own in every other case, and every other two cases pages by KV head.
     """
-    cases = _one_cache_cases(tier, tile_tokens, record_bytes, keeps_nan)
-    if not two_caches:
-        return cases
-    return tuple(with_extra(cases)) + tuple(extra_cases(tile_tokens))
+    cases = _one_cache_cases(tier, tile_tokens, record_bytes * kv_heads, keeps_nan)
+    if two_caches:
+        cases = tuple(with_extra(cases)) + tuple(extra_cases(tile_tokens))
+    return cases if kv_heads == 1 else tuple(with_kv_heads(cases))
 
 
 def _one_cache_cases(tier: Tier, tile_tokens: int, record_bytes: int, keeps_nan: bool) -> tuple[DecodeCase, ...]:
@@ -287,6 +297,13 @@ def with_extra(cases: Iterable[DecodeCase]) -> Iterator[DecodeCase]:
         if case.rows * topk > MOST_EXTRA_COLUMNS:
             kv_tokens, topk = 512, 64
         yield replace(case, extra=ExtraCase(kv_tokens, topk, page_size, ids, lengths[number % 3]))
+
+
+def with_kv_heads(cases: Iterable[DecodeCase]) -> Iterator[DecodeCase]:
+    """The cases for several KV heads, with shared and own lists and both orders of rows in turn."""
+    for number, case in enumerate(cases):
+        shared = Ids.SHARED in (case.ids, case.extra.ids if case.extra else None)
+        yield replace(case, own_lists=number % 2 == 0 and not shared, by_kv_head=number // 2 % 2 == 0)
 
 
 def extra_cases(tile_tokens: int) -> Iterator[DecodeCase]:

@@ -30,7 +30,9 @@ class Gates:
     `group_error` bounds the relative Frobenius error of a scale group's dims over all rows and heads, `head_error`
     that of one row and head: a single token's probability and its output are each rounded to bf16, by up to 2^-8. A
     group of less than 64 dims may be off by more, see _head_problem.
-    `out_abs_rms` adds an absolute gate in units of its group's RMS, for values whose magnitude is not about 1.
+    `out_abs_rms` adds an absolute gate in units of its group's RMS, for values whose magnitude is not about 1, and
+    `out_abs_spread` one in units of an element's spread, see `DecodeReference`: of few dims that chance makes small the
+    RMS says nothing about an element among them whose tokens are large and cancel.
     `lse_limit` holds for every finite lse, whatever the relative gate allows.
     """
 
@@ -38,6 +40,7 @@ class Gates:
     out_rel: float = 2.01 * 2.0**-7
     out_cos: float = 5e-6
     out_abs_rms: float = 0.0
+    out_abs_spread: float = 0.0
     group_error: float = 4e-3
     head_error: float = 2 * 2.0**-8
     lse_abs: float = 1e-6
@@ -60,7 +63,9 @@ class Gates:
         return replace(
             self.for_logits(peak),
             out_abs=0.0,
-            out_abs_rms=2e-2 + 10 * logit_error,
+            # Probabilities are off by up to 2^-8 each and independently: 3 times that is 7 standard deviations.
+            out_abs_rms=10 * logit_error,
+            out_abs_spread=3 * 2.0**-8,
             out_cos=self.out_cos + group_error**2,
             group_error=group_error,
             head_error=self.head_error + 2 * logit_error,
@@ -104,24 +109,32 @@ class DecodeComparison:
 
 
 def compare_decode(
-    out: Tensor, lse: Tensor, want_out: Tensor, want_lse: Tensor, group_dims: int, gates: Gates
+    out: Tensor,
+    lse: Tensor,
+    want_out: Tensor,
+    want_lse: Tensor,
+    group_dims: int,
+    gates: Gates,
+    spread: Tensor | None = None,
 ) -> DecodeComparison:
     """Compare out [rows, heads, d_v] and lse [rows, heads] with fp64 references; problems say (row, head[, dim]).
 
-    `group_dims` is the width of a scale group, which divides d_v.
+    `group_dims` is the width of a scale group, which divides d_v. Gates in units of the spread need it.
     """
-    return DecodeComparison(_compare_out(out, want_out, group_dims, gates), _compare_lse(lse, want_lse, gates))
+    compared = _compare_out(out, want_out, group_dims, gates, spread)
+    return DecodeComparison(compared, _compare_lse(lse, want_lse, gates))
 
 
-def _compare_out(got: Tensor, want: Tensor, group_dims: int, gates: Gates) -> Comparison:
+def _compare_out(got: Tensor, want: Tensor, group_dims: int, gates: Gates, spread: Tensor | None) -> Comparison:
     got = got.double()
     grouped = want.nan_to_num(0.0, 0.0, 0.0).reshape(*want.shape[:2], -1, group_dims)
     norm = grouped.square().mean(3).sqrt()
-    out_abs = (
-        gates.out_abs + gates.out_abs_rms * norm.repeat_interleave(group_dims, 2)
-        if gates.out_abs_rms
-        else gates.out_abs
-    )
+    out_abs: float | Tensor = gates.out_abs
+    if gates.out_abs_rms:
+        out_abs = out_abs + gates.out_abs_rms * norm.repeat_interleave(group_dims, 2)
+    if gates.out_abs_spread:
+        assert spread is not None, "the reference was not asked for the spread"
+        out_abs = out_abs + gates.out_abs_spread * spread.nan_to_num(0.0, 0.0, 0.0)
     plain = _compare(got, want, out_abs, gates.out_rel, gates.out_cos)
     if plain.problem or want.numel() == 0:
         return plain

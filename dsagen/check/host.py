@@ -68,7 +68,7 @@ def _record_disagrees(record: KvFormat, seed: int) -> str:
     images = {name: _storage(cache) for name, cache in caches.items()}
     strides = {name: cache.view(torch.uint8).stride(0) for name, cache in caches.items()}
     for token in range(tokens):
-        for dim in range(0, record.d_qk, 7):
+        for dim in range(0, record.row_dims, 7):
             value = _scalar(record, images, strides, token, dim)
             if value != rows[token, dim].item():
                 where = f"{record.format_id}: token {token}, dim {dim}"
@@ -105,7 +105,7 @@ def _rules_hold(spec: DeploymentSpec, seed: int) -> str:
         if record is None or rule is None:
             continue
         exponents = torch.randint(-20, 8, (24, 1), generator=generator).float()
-        x = torch.randn(24, record.d_qk, generator=generator).bfloat16() * exponents.exp2()
+        x = torch.randn(24, record.row_dims, generator=generator).bfloat16() * exponents.exp2()
         written = kv_cache.quantise_rows(record, x, rule_id)
         for row in range(0, 24, 3):
             group = row % record.scale_groups
@@ -149,7 +149,7 @@ def _selections_sort(_: DeploymentSpec, seed: int) -> str:
 
 def _small_cache(record: KvFormat, seed: int) -> tuple[dict[str, torch.Tensor], int]:
     tokens = _PAGES * _PAGE_SIZE
-    x = torch.randn(tokens, record.d_qk, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    x = torch.randn(tokens, record.row_dims, generator=torch.Generator().manual_seed(seed)).bfloat16()
     caches = allocate_cache(record, _PAGES, _PAGE_SIZE, "cpu", extra_bytes=16)
     write_tokens(record, caches, torch.arange(tokens), quantise_rows(record, x, natural_rule(record)))
     return caches, tokens

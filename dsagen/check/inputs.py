@@ -28,8 +28,8 @@ _SPARE_PAGES = 2
 
 @dataclass(frozen=True)
 class DecodeInputs:
-    """Arguments of one call: q bf16 [b, s_q, h, d_qk], caches by tensor name, indices int32 [b, s_q, topk]; the same of
-    the second cache where there is one.
+    """Arguments of one call: q bf16 [b, s_q, h, d_qk], caches by tensor name, indices int32 [b, s_q, topk], or
+    [b, s_q, kv_heads, topk] where each KV head has its own; the same of the second cache where there is one.
     """
 
     record: KvFormat
@@ -80,12 +80,15 @@ class DecodeInputs:
 def make_inputs(
     case: DecodeCase,
     record: KvFormat,
-    heads: int,
+    heads: int | tuple[int, int],
     device: torch.device,
     generator: torch.Generator,
     extra_record: KvFormat | None = None,
 ) -> DecodeInputs:
-    """Draw the inputs of a case; `generator` belongs to `device`. `extra_record` is for cases with a second cache."""
+    """Draw the inputs of a case; `generator` belongs to `device`. `heads` are query heads, or these and KV heads.
+
+    `extra_record` is for cases with a second cache.
+    """
     draws = [_Draw(case, record, heads, device, generator)]
     if case.extra is not None:
         assert extra_record is not None, f"{case.name} has a second cache, the kernels have none"
@@ -115,9 +118,17 @@ class _Contents:
 
 class _Draw:
     def __init__(
-        self, case: DecodeCase, record: KvFormat, heads: int, device: torch.device, generator: torch.Generator
+        self,
+        case: DecodeCase,
+        record: KvFormat,
+        heads: int | tuple[int, int],
+        device: torch.device,
+        generator: torch.Generator,
     ) -> None:
-        self.case, self.record, self.heads, self.device, self.generator = case, record, heads, device, generator
+        self.case, self.record, self.device, self.generator = case, record, device, generator
+        self.heads, self.kv_heads = (heads, 1) if isinstance(heads, int) else heads
+        # The lists of a query token, one or one for each KV head.
+        self.lists = self.kv_heads if case.own_lists else 1
         self.sm_scale = record.d_qk**-0.55
         self.request_pages = -(-case.kv_tokens // case.page_size)
         self.pages = case.batch * self.request_pages + _SPARE_PAGES
@@ -148,15 +159,42 @@ class _Draw:
         live = live.expand(ids.shape)
         ids = self.without_invalid(ids, live)
         valid = live & (ids >= 0)
-        selected = torch.zeros(self.pages * case.page_size, dtype=torch.bool, device=self.device)
-        selected[ids[valid]] = True
-        tokens = selected.nonzero().flatten()
-        caches = allocate_cache(record, self.pages, case.page_size, self.device, self.padding_bytes())
+        tokens, rows = self.selected(ids, valid)
+        caches = self.allocate()
         contents = self.contents(tokens, ids)
-        write_tokens(record, caches, tokens, contents.segments)
+        write_tokens(record, caches, rows, contents.segments)
         indices = torch.where(valid, ids, self.invalid_ids(ids, live)).int()
+        if self.lists > 1:
+            lists = (case.batch, case.s_q, self.lists)
+            indices = indices.view(*lists, case.topk)
+            lengths = lengths.view(lists) if lengths is not None and lengths.ndim == 2 else lengths
         given = None if lengths is None else self.placed_lengths(lengths.int())
-        return Source(record, caches, self.placed(indices, 0, 128), given), contents
+        return Source(record, self.by_head(caches), self.placed(indices, 0, 128), given), contents
+
+    def selected(self, ids: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+        """(tokens, rows of the pool) that some list selects, int64; a token has a row for each KV head."""
+        page_size, kv_heads = self.case.page_size, self.kv_heads
+        chosen = torch.zeros(self.pages * page_size, kv_heads, dtype=torch.bool, device=self.device)
+        for head in range(kv_heads):
+            own = slice(head, None, self.lists) if self.lists > 1 else slice(None)
+            chosen[ids[:, own][valid[:, own]], head] = True
+        tokens, heads = chosen.nonzero().unbind(1)
+        page, slot = tokens // page_size, tokens % page_size
+        row = heads * page_size + slot if self.case.by_kv_head else slot * kv_heads + heads
+        return tokens, page * page_size * kv_heads + row
+
+    def allocate(self) -> dict[str, Tensor]:
+        """The cache's tensors, a token for each row."""
+        rows = self.case.page_size * self.kv_heads
+        return allocate_cache(self.record, self.pages, rows, self.device, self.padding_bytes())
+
+    def by_head(self, caches: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The same as [pages, page_size, kv_heads, columns]."""
+        if self.kv_heads == 1:
+            return caches
+        shape = (self.kv_heads, self.case.page_size) if self.case.by_kv_head else (self.case.page_size, self.kv_heads)
+        split = {name: cache.view(self.pages, *shape, -1) for name, cache in caches.items()}
+        return {name: cache.transpose(1, 2) for name, cache in split.items()} if self.case.by_kv_head else split
 
     def padding_bytes(self) -> int:
         """Bytes behind each page: room for a token, in whole units of what bases and strides are multiples of."""
@@ -169,7 +207,7 @@ class _Draw:
         values, d_qk = self.case.values, self.record.d_qk
         typical = [found.typical for found in contents if found.typical is not None]
         if typical:
-            largest = torch.stack(typical).amax(0).clamp_min(1e-30)
+            largest = torch.stack(typical).amax(0)[:d_qk].clamp_min(1e-30)
             deviation = 2.0 / (self.sm_scale * math.sqrt(d_qk))
             return torch.div(self.queries() * deviation, largest)
         q = self.queries().clamp_(-1, 1)
@@ -183,10 +221,11 @@ class _Draw:
     # ---- which tokens -----------------------------------------------------------------------------------------------
 
     def ids(self) -> Tensor:
-        """int64 [b, s_q, topk]: physical ids, distinct in a row, -1 where the request has no more tokens."""
+        """int64 [b, s_q x lists, topk]: physical ids, distinct in a row, -1 where the request has no more tokens."""
         case = self.case
-        rows = 1 if case.ids is Ids.SHARED else case.rows
-        request = torch.arange(rows, device=self.device) // case.s_q
+        queries = case.s_q * self.lists
+        rows = 1 if case.ids is Ids.SHARED else case.batch * queries
+        request = torch.arange(rows, device=self.device) // queries
         tokens = torch.full((case.batch,), case.kv_tokens, device=self.device)
         if case.varying:
             tokens = self.integers(1, case.kv_tokens + 1, case.batch)
@@ -206,14 +245,14 @@ class _Draw:
         physical_page = page_table[request.unsqueeze(1) * self.request_pages + position.clamp(min=0) // case.page_size]
         ids = physical_page * case.page_size + position.clamp(min=0) % case.page_size
         ids = ids.masked_fill(position < 0, -1)
-        return ids.expand(case.rows, -1).view(case.batch, case.s_q, case.topk)
+        return ids.expand(case.batch * queries, -1).view(case.batch, queries, case.topk)
 
     def lengths(self) -> Tensor | None:
-        """int64 [b] or [b, s_q], with 0, full and (in wild cases) out-of-range ones among them where there is room."""
+        """int64 [b] or [b, s_q x lists]; 0, full and (in wild cases) out-of-range ones among them where it has room."""
         case = self.case
         if case.lengths is Lengths.NONE:
             return None
-        shape = (case.batch,) if case.lengths is Lengths.PER_REQUEST else (case.batch, case.s_q)
+        shape = (case.batch,) if case.lengths is Lengths.PER_REQUEST else (case.batch, case.s_q * self.lists)
         lengths = self.integers(0, case.topk + 1, *shape).flatten()
         special = [case.topk, 0, *((case.topk + 7, -3) if case.wild_ids else ())]
         places = torch.randperm(lengths.numel(), device=self.device, generator=self.generator)
@@ -229,7 +268,7 @@ class _Draw:
         if case.ids is Ids.LAST_VALID:
             return ids.masked_fill(columns != live.sum(2, keepdim=True) - 1, -1)
         if case.ids is Ids.ONE_VALID:
-            pick = (self.uniform(case.batch, case.s_q, 1) * live.sum(2, keepdim=True)).long()
+            pick = (self.uniform(*ids.shape[:2], 1) * live.sum(2, keepdim=True)).long()
             return ids.masked_fill(columns != pick, -1)
         drop = self.uniform(1, 1, case.topk) if case.ids is Ids.SHARED else self.uniform(*ids.shape)
         # A row of a few columns keeps one at least, so that narrow cases are not empty ones.
@@ -261,7 +300,7 @@ class _Draw:
         values = self.case.values
         if values in (Values.MIXED_SCALES, Values.WILD_SCALES, Values.SUBNORMAL):
             return self.coded_contents(tokens.numel())
-        x = (self.normal(tokens.numel(), self.record.d_qk) / 10).clamp(-1, 1)
+        x = (self.normal(tokens.numel(), self.record.row_dims) / 10).clamp(-1, 1)
         if values in (Values.RAMP_UP, Values.RAMP_DOWN):
             self.ramp(x, tokens, ids)
         segments = quantise_rows(self.record, x.bfloat16(), natural_rule(self.record))
@@ -282,12 +321,12 @@ class _Draw:
     def coded_contents(self, count: int) -> _Contents:
         """Tokens given by codes and scales rather than by rows."""
         record, subnormal = self.record, self.case.values is Values.SUBNORMAL
-        d_qk, groups = record.d_qk, record.scale_groups or record.d_v // 128
+        row_dims, groups = record.row_dims, record.scale_groups or (record.first_value + record.d_v) // 128
         group_dims = record.scale_group_dims or 128
         magnitude = self.magnitudes(count, groups)
         values = self.codes(count, groups * group_dims, subnormal)
         code_rms = float(values.float().square().mean().sqrt())
-        plain = self.normal(count, d_qk - groups * group_dims) * 0.3
+        plain = self.normal(count, row_dims - groups * group_dims) * 0.3
         segments: dict[str, Tensor] = {}
         if record.scale_groups:
             segments["scales"] = encode(record.segment("scales").element, magnitude)
@@ -362,4 +401,4 @@ class _Draw:
 
     def placed_lengths(self, lengths: Tensor) -> Tensor:
         """Per-token lengths as a part of a wider tensor in strided cases; per-request ones are always contiguous."""
-        return self.placed(lengths, -1, 3) if lengths.ndim == 2 else lengths
+        return self.placed(lengths, -1, 3) if lengths.ndim > 1 else lengths

@@ -105,7 +105,7 @@ def _decode_size(spec: DeploymentSpec, case: DecodeCase) -> tuple[str, int, int,
     if case.extra is not None and spec.extra_kv_format is not None:
         pool_bytes += case.batch * (case.extra.kv_tokens + case.extra.page_size) * spec.extra_kv_format.record_bytes
     size = case.rows * (case.topk + case.extra_topk) * spec.heads * calls
-    return "index columns x heads", size, MOST_COLUMN_HEADS, pool_bytes + query_bytes
+    return "index columns x heads", size, MOST_COLUMN_HEADS, pool_bytes * spec.kv_heads + query_bytes
 
 
 def _topk_size(case: TopkCase) -> tuple[str, int, int, int]:

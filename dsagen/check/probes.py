@@ -122,7 +122,8 @@ class CaseRun:
         generator = torch.Generator(self.device)
         generator.manual_seed(zlib.crc32(f"{self.seed} {self.case.name} {variation}".encode()))
         spec = kernels.spec
-        return make_inputs(self.case, spec.kv_format, spec.heads, self.device, generator, spec.extra_kv_format)
+        heads = (spec.heads, spec.kv_heads)
+        return make_inputs(self.case, spec.kv_format, heads, self.device, generator, spec.extra_kv_format)
 
     def outputs(self, kernels: DecodeKernels, batch: int | None = None) -> DecodeOutputs:
         """Fresh poisoned outputs."""
@@ -136,13 +137,14 @@ class CaseRun:
         if self.case.sample_rows:
             # Evenly spread, the first and the last row included.
             rows = torch.linspace(0, self.case.rows - 1, self.case.sample_rows, device=self.device).round().long()
-        want = reference_of(kernels.spec, inputs, rows)
+        rough = self.case.values in ROUGH_VALUES
+        want = reference_of(kernels.spec, inputs, rows, with_spread=rough)
         out, lse = outputs.rows()
         if rows is not None:
             out, lse = out[rows], lse[rows]
         gates = gates_for(self.case.values, want.peak)
         group_dims = inputs.record.scale_group_dims or _DEFAULT_GROUP_DIMS
-        return compare_decode(out, lse, want.out, want.lse, group_dims, gates)
+        return compare_decode(out, lse, want.out, want.lse, group_dims, gates, want.spread)
 
     def require_memory(self, spec: DeploymentSpec) -> None:
         """NotRunError when the device lacks the memory that the case is reckoned to need."""
@@ -155,6 +157,7 @@ class CaseRun:
         if case.extra is not None and spec.extra_kv_format is not None:
             tokens = case.extra.kv_tokens + case.extra.page_size
             pool_bytes += case.batch * tokens * spec.extra_kv_format.record_bytes
+        pool_bytes *= spec.kv_heads
         needed_bytes = outputs_bytes + partial_bytes + 2 * pool_bytes + (8 << 30)
         torch.cuda.empty_cache() if needed_bytes > 32 << 30 else None
         free_bytes = torch.cuda.mem_get_info(self.device)[0]
@@ -166,8 +169,9 @@ class CaseRun:
 def cache_arguments(source: Source, prefix: str = "") -> dict[str, Tensor]:
     """A cache's tensors under the names of their arguments."""
     assert isinstance(source.caches, Mapping)
-    rows, *rope = (source.caches[tensor.name] for tensor in source.record.tensors)
-    return {f"{prefix}{name}": tensor for name, tensor in zip(("k_cache", "kpe_cache"), (rows, *rope), strict=False)}
+    rows, *second = source.record.tensors
+    names = {f"{prefix}k_cache": rows.name, **{f"{prefix}{tensor.name}": tensor.name for tensor in second}}
+    return {argument: source.caches[name] for argument, name in names.items()}
 
 
 def other_arguments(inputs: DecodeInputs) -> dict[str, Tensor | None]:
@@ -187,7 +191,9 @@ def gates_for(values: Values, peak: float) -> Gates:
     return Gates().for_peak(peak) if values in ROUGH_VALUES else Gates().for_logits(peak)
 
 
-def reference_of(spec: DeploymentSpec, inputs: DecodeInputs, rows: Tensor | None = None) -> DecodeReference:
+def reference_of(
+    spec: DeploymentSpec, inputs: DecodeInputs, rows: Tensor | None = None, *, with_spread: bool = False
+) -> DecodeReference:
     """The exact result for some or all query tokens, in the spec's conventions."""
     return sparse_decode_reference(
         inputs.q,
@@ -201,6 +207,7 @@ def reference_of(spec: DeploymentSpec, inputs: DecodeInputs, rows: Tensor | None
         empty_lse=float(spec.lse.empty),
         rows=rows,
         extra=inputs.extra,
+        with_spread=with_spread,
     )
 
 

@@ -277,7 +277,7 @@ def _decode_cases(spec: DeploymentSpec, main: KernelPlan, arch: str, tier: Tier)
     elements = {s.element for fmt in (record, spec.extra_kv_format) if fmt for s in fmt.segments}
     keeps_nan = arch_row(arch).has_e4m3_cvt or not elements.intersection(shifted)
     two_caches = spec.extra_kv_format is not None
-    return decode_cases(tier, main.constant("kTileTokens"), record.record_bytes, keeps_nan, two_caches)
+    return decode_cases(tier, main.constant("kTileTokens"), record.record_bytes, keeps_nan, two_caches, spec.kv_heads)
 
 
 def main_plan(plans: Sequence[KernelPlan]) -> KernelPlan:

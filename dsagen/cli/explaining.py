@@ -115,7 +115,7 @@ def _decode_lines(selection: Selection, batch: int, s_q: int, topk: int | None, 
     from dsagen.families.sparse_decode.op import DecodeShape
 
     spec = selection.spec
-    shape = DecodeShape(batch, s_q, spec.heads, topk or spec.topk, spec.extra_topk)
+    shape = DecodeShape(batch, s_q, spec.heads, topk or spec.topk, spec.extra_topk, spec.kv_heads)
     lines: list[str] = []
     for name in _archs_of(selection, "sparse_decode"):
         title, count = _multiprocessors(selection, name, sms)

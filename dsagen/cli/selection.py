@@ -133,4 +133,5 @@ def describe_spec(spec: DeploymentSpec) -> str:
     rules = "" if write is None else " and ".join(filter(None, (write.rule, write.extra_rule)))
     writes = "" if write is None else f", {write.rows} rows by {rules}"
     caches = f"KV {spec.kv.format_id} (topk {spec.topk}){extra}"
-    return f"{spec.model}, {spec.heads} heads, {caches}{mode}{indexer}{scores}{writes}"
+    kv_heads = f" of {spec.kv_heads} KV heads" if spec.kv_heads > 1 else ""
+    return f"{spec.model}, {spec.heads} heads{kv_heads}, {caches}{mode}{indexer}{scores}{writes}"

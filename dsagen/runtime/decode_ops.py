@@ -11,6 +11,7 @@ from dsagen.families.sparse_decode.choice import Candidate, candidates, choose
 from dsagen.families.sparse_decode.op import WORKSPACE_ALIGNMENT_BYTES, DecodeShape
 from dsagen.guard import require_int
 from dsagen.runtime import traced
+from dsagen.runtime.decode_lists import check_index_values
 from dsagen.runtime.decode_outputs import make_outputs
 from dsagen.runtime.launch import OpRoutes
 from dsagen.runtime.op_methods import OpMethods
@@ -20,7 +21,6 @@ from dsagen.runtime.sparse_decode import (
     DecodeBinder,
     DecodeTensors,
     SparseDecodePlan,
-    check_index_values,
     require_scale,
 )
 
@@ -96,6 +96,8 @@ class DecodeOps(OpMethods):
         extra_topk_length: torch.Tensor | None = None,
         kpe_cache: torch.Tensor | None = None,
         extra_kpe_cache: torch.Tensor | None = None,
+        v_cache: torch.Tensor | None = None,
+        extra_v_cache: torch.Tensor | None = None,
         softmax_scale: float | None = None,
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
@@ -103,15 +105,18 @@ class DecodeOps(OpMethods):
         """Attention of each query token over the cache rows that its index list names, on the current stream.
 
         - q: bf16 [batch, s_q, heads, d_qk], last dim contiguous
-        - k_cache: [pages, page_size, 1, columns] of the spec's KV format; pages may lie apart by any multiple of 16
-        bytes
+        - k_cache: [pages, page_size, kv_heads, columns] of the spec's KV format; pages may lie apart by any multiple of
+          16 bytes, and hold the rows of several KV heads by token or by KV head
         - indices: int32 [batch, s_q, topk], page x page_size + slot; negative: no token. Ids at or past the pool are
-          masked; with DSAGEN_CHECK_INDICES they are an error, at the price of waiting for the device
-        - topk_length: int32 [batch] or [batch, s_q], live columns of each row; bounded to 0..topk (checked likewise)
+          masked; with DSAGEN_CHECK_INDICES they are an error, at the price of waiting for the device. With several KV
+          heads [batch, s_q, kv_heads, topk] is a list for each, [batch, s_q, topk] one for all of them
+        - topk_length: int32 [batch] or [batch, s_q], live columns of each row; bounded to 0..topk (checked likewise);
+          [batch, s_q, kv_heads] with several KV heads
         - attn_sink: fp32 [heads], natural-log logits of a sink without value
         - extra_k_cache, extra_indices [batch, s_q, extra_topk], extra_topk_length: a second cache in the same softmax,
           of the spec's extra_kv, with pages, list and lengths of its own; a call may leave it out
         - kpe_cache, extra_kpe_cache: the rotary dims of formats that keep them in a tensor of their own
+        - v_cache, extra_v_cache: the values of formats whose keys are all that k_cache holds
         - softmax_scale: the model's by default
         - out, lse: destinations, allocated where not given
 
@@ -131,6 +136,8 @@ class DecodeOps(OpMethods):
                 "extra_topk_length": extra_topk_length,
                 "kpe_cache": kpe_cache,
                 "extra_kpe_cache": extra_kpe_cache,
+                "v_cache": v_cache,
+                "extra_v_cache": extra_v_cache,
             }
             d_v = self.spec.dims.d_v
             return traced.sparse_decode(self.handle, plan, (q, k_cache, indices), out, lse, d_v, **given)
@@ -150,6 +157,8 @@ class DecodeOps(OpMethods):
                 extra_indices,
                 extra_topk_length,
                 extra_kpe_cache,
+                v_cache,
+                extra_v_cache,
                 softmax_scale,
                 None,
             )
@@ -167,11 +176,13 @@ class DecodeOps(OpMethods):
                 extra_indices,
                 extra_topk_length,
                 extra_kpe_cache,
+                v_cache,
+                extra_v_cache,
                 softmax_scale,
             )
         if repeated is not False:
             return (out, lse) if repeated is True else repeated  # type: ignore[return-value]
-        others = (kpe_cache, extra_k_cache, extra_indices, extra_topk_length, extra_kpe_cache)
+        others = (kpe_cache, extra_k_cache, extra_indices, extra_topk_length, extra_kpe_cache, v_cache, extra_v_cache)
         tensors = DecodeTensors(q, k_cache, indices, topk_length, attn_sink, out, lse, *others)
         return self._decode(tensors, plan, softmax_scale)
 
@@ -281,7 +292,7 @@ class DecodeOps(OpMethods):
     def _shape(self, batch: int, s_q: int, topk: int, extra_topk: int) -> DecodeShape:
         if require_int("extra_topk", extra_topk) > 0 and self.spec.extra_kv is None:
             raise GuardError(f"[T-17] extra_topk: {extra_topk}: the spec declares no extra_kv: leave it out")
-        return DecodeShape(batch, s_q, self.spec.heads, topk, extra_topk)
+        return DecodeShape(batch, s_q, self.spec.heads, topk, extra_topk, self.spec.kv_heads)
 
     def _judge(self, kernels: DeviceKernels, shape: DecodeShape, num_splits: int | None) -> tuple[Candidate, ...]:
         spec, sm_count = self.spec, kernels.facts.sm_count

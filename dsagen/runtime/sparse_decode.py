@@ -12,13 +12,14 @@ import torch
 
 from dsagen.errors import DeviceError, DsagenError, GuardError
 from dsagen.families.sparse_decode.choice import TENSOR_GUARDS, TENSOR_NAMES, check_columns
-from dsagen.families.sparse_decode.guards import INDEX_GUARD, LENGTH_GUARD, WORKSPACE_GUARD
+from dsagen.families.sparse_decode.guards import WORKSPACE_GUARD
 from dsagen.families.sparse_decode.op import WORKSPACE_ALIGNMENT_BYTES, DecodePartition
 from dsagen.families.sparse_decode.rows import part_segments
 from dsagen.guard import check
 from dsagen.kv_format import KvFormat
 from dsagen.runtime.blocks import Number
-from dsagen.runtime.decode_caches import no_pool_arguments, pool_addresses, pool_arguments
+from dsagen.runtime.decode_caches import SecondTensors, no_pool_arguments, pool_addresses, pool_arguments
+from dsagen.runtime.decode_lists import list_strides, require_lists
 from dsagen.runtime.decode_outputs import output_strides
 from dsagen.runtime.driver import Driver, Operands
 from dsagen.runtime.launch import CallForm, OpLaunches, OpRoutes, Step
@@ -62,6 +63,18 @@ class DecodeTensors(NamedTuple):
     extra_indices: torch.Tensor | None = None
     extra_topk_length: torch.Tensor | None = None
     extra_kpe_cache: torch.Tensor | None = None
+    v_cache: torch.Tensor | None = None
+    extra_v_cache: torch.Tensor | None = None
+
+    @property
+    def second(self) -> SecondTensors:
+        """Of the main cache: the tensors that some formats have beside k_cache."""
+        return SecondTensors(self.kpe_cache, self.v_cache)
+
+    @property
+    def extra_second(self) -> SecondTensors:
+        """The same of the second cache."""
+        return SecondTensors(self.extra_kpe_cache, self.extra_v_cache)
 
     def given(self) -> list[tuple[str, Any]]:
         """Name and tensor of those that the call brings; q, k_cache and indices always."""
@@ -74,9 +87,9 @@ _ADDRESSES: Mapping[str, str | tuple[str, ...]] = {
     **{name: name for name in ("q", "indices", "topk_length", "attn_sink", "out", "lse")},
     **{name: name for name in ("extra_indices", "extra_topk_length")},
     "kv": "k_cache",
-    "kv_part": ("kpe_cache", "k_cache"),
+    "kv_part": ("kpe_cache", "v_cache", "k_cache"),
     "extra_kv": "extra_k_cache",
-    "extra_kv_part": ("extra_kpe_cache", "extra_k_cache"),
+    "extra_kv_part": ("extra_kpe_cache", "extra_v_cache", "extra_k_cache"),
 }
 # A call is its tensors and the softmax scale, as given.
 FORM = CallForm(OP, DecodeTensors._fields, _OUTPUTS, 1, _ADDRESSES, frozenset({"lse_accum", "o_accum"}))
@@ -135,15 +148,14 @@ class DecodeBinder:
         spec, fmt = self._spec, self._format
         require(TensorRule("q", ("bfloat16",), "[batch, s_q, heads, d_qk]", (None, None, None, fmt.d_qk)), t.q)
         batch, s_q, heads = (int(size) for size in t.q.shape[:3])
-        require(TensorRule("indices", ("int32",), "[batch, s_q, topk]", (batch, s_q, None)), t.indices)
-        topk = int(t.indices.shape[2])
-        pool = pool_arguments("", fmt, t.k_cache, t.kpe_cache)
-        _require_length("topk_length", t.topk_length, batch, s_q)
+        require_lists("", t.indices, t.topk_length, (batch, s_q, spec.kv_heads))
+        topk = int(t.indices.shape[-1])
+        pool = pool_arguments("", fmt, t.k_cache, t.second, spec.kv_heads)
         extra = self._extra_arguments(t, batch, s_q)
         check_columns((topk, int(extra.get("extra_topk", 0))), (spec.topk, spec.extra_topk), TENSOR_NAMES)
         _require_optional(t, batch, s_q, heads, fmt.d_v)
 
-        lists = {**_query_strides(t), **_list_strides("", t.indices, t.topk_length)}
+        lists = {**_query_strides(t), **list_strides("", t.indices, t.topk_length)}
         arguments = {**lists, **output_strides(t, batch, s_q, heads, fmt.d_v)}
         values = {
             **arguments,
@@ -160,9 +172,9 @@ class DecodeBinder:
 
     def _extra_arguments(self, t: DecodeTensors, batch: int, s_q: int) -> dict[str, Number]:
         """Arguments of the second cache; none for a spec without one."""
-        record, lists = self._extra_format, (t.extra_indices, t.extra_topk_length, t.extra_kpe_cache)
+        record, lists = self._extra_format, (t.extra_indices, t.extra_topk_length, *t.extra_second)
         if record is None or t.extra_k_cache is None:
-            names = ("extra_k_cache", "extra_indices", "extra_topk_length", "extra_kpe_cache")
+            names = ("extra_k_cache", "extra_indices", "extra_topk_length", "extra_kpe_cache", "extra_v_cache")
             stray = next((n for n, x in zip(names, (t.extra_k_cache, *lists), strict=True) if x is not None), None)
             if stray is not None:
                 why = "the spec declares no extra_kv" if record is None else "there is no extra_k_cache"
@@ -170,19 +182,18 @@ class DecodeBinder:
             return {} if record is None else _no_extra(record)
         if t.extra_indices is None:
             raise GuardError("[T-17] extra_indices: missing beside extra_k_cache: pass both or neither")
-        rule = TensorRule("extra_indices", ("int32",), "[batch, s_q, extra_topk]", (batch, s_q, None))
-        require(rule, t.extra_indices)
-        _require_length("extra_topk_length", t.extra_topk_length, batch, s_q)
+        kv_heads = self._spec.kv_heads
+        require_lists("extra_", t.extra_indices, t.extra_topk_length, (batch, s_q, kv_heads))
         return {
-            **pool_arguments("extra_", record, t.extra_k_cache, t.extra_kpe_cache),
-            **_list_strides("extra_", t.extra_indices, t.extra_topk_length),
-            "extra_topk": int(t.extra_indices.shape[2]),
+            **pool_arguments("extra_", record, t.extra_k_cache, t.extra_second, kv_heads),
+            **list_strides("extra_", t.extra_indices, t.extra_topk_length),
+            "extra_topk": int(t.extra_indices.shape[-1]),
         }
 
 
 def _no_extra(record: KvFormat) -> dict[str, Number]:
     """Arguments of a second cache that a call leaves out."""
-    names = ("topk", "indices_stride_b", "indices_stride_s", "length_stride_b", "length_stride_s")
+    names = ["topk", *(f"{what}_stride_{axis}" for what in ("indices", "length") for axis in ("b", "s", "kv"))]
     return {**no_pool_arguments("extra_", bool(part_segments(record))), **{f"extra_{name}": 0 for name in names}}
 
 
@@ -217,6 +228,7 @@ class SparseDecodePlan:
         self._arguments: dict[str, Number] = {
             "num_splits": partition.num_splits,
             "head_groups": partition.head_groups,
+            "kv_head_groups": partition.kv_head_groups,
             "group_heads": partition.group_heads,
             "lse_accum": base,
             "o_accum": base + partition.o_accum_offset_bytes if base else 0,
@@ -365,13 +377,13 @@ def call_arguments(spec: DeploymentSpec, t: DecodeTensors, softmax_scale: float)
     names = ("q", "indices", "topk_length", "attn_sink", "out", "lse")
     arguments: dict[str, Number] = {"scale_log2": softmax_scale * _LOG2_E}
     arguments |= {name: _address(getattr(t, name)) for name in names}
-    arguments |= pool_addresses("", spec.kv_format, t.k_cache, t.kpe_cache)
+    arguments |= pool_addresses("", spec.kv_format, t.k_cache, t.second)
     extra = spec.extra_kv_format
     if extra is not None:
         arguments["extra_indices"] = _address(t.extra_indices)
         arguments["extra_topk_length"] = _address(t.extra_topk_length)
         if t.extra_k_cache is not None:
-            arguments |= pool_addresses("extra_", extra, t.extra_k_cache, t.extra_kpe_cache)
+            arguments |= pool_addresses("extra_", extra, t.extra_k_cache, t.extra_second)
     return arguments
 
 
@@ -398,43 +410,6 @@ def require_scale(softmax_scale: object) -> float:
     return float(softmax_scale)
 
 
-def check_index_values(t: DecodeTensors) -> None:
-    """Refuse lengths outside 0 .. topk, and live ids at or past the pool. Waits for the device.
-
-    Negative ids are padding, and columns at or past a length are never read, so both may hold anything.
-    """
-    _check_list("", t.indices, t.topk_length, t.k_cache)
-    if t.extra_indices is not None and t.extra_k_cache is not None:
-        _check_list("extra_", t.extra_indices, t.extra_topk_length, t.extra_k_cache)
-
-
-def _check_list(prefix: str, indices: torch.Tensor, lengths: torch.Tensor | None, k_cache: torch.Tensor) -> None:
-    topk = int(indices.shape[2])
-    live = torch.ones_like(indices, dtype=torch.bool)
-    if lengths is not None:
-        bad = (lengths < 0) | (lengths > topk)
-        if bool(bad.any()):
-            place = tuple(bad.nonzero()[0].tolist())
-            values = {"length": int(lengths[place]), "topk": topk}
-            name = f"{prefix}topk_length"
-            check([LENGTH_GUARD], values, name=name, place=list(place), count=int(bad.sum()))
-        live = torch.arange(topk, device=indices.device) < lengths.reshape(indices.shape[0], -1, 1)
-    pool_tokens = int(k_cache.shape[0] * k_cache.shape[1])
-    bad = (indices >= pool_tokens) & live
-    if bool(bad.any()):
-        place = tuple(bad.nonzero()[0].tolist())
-        values = {"token_id": int(indices[place]), "pool_tokens": pool_tokens}
-        names = {"name": f"{prefix}indices", "cache": f"{prefix}k_cache"}
-        check([INDEX_GUARD], values, place=list(place), count=int(bad.sum()), **names)
-
-
-def _require_length(name: str, lengths: torch.Tensor | None, batch: int, s_q: int) -> None:
-    if lengths is None:
-        return
-    shape, layout = ((batch, s_q), "[batch, s_q]") if lengths.dim() == 2 else ((batch,), "[batch] (or [batch, s_q])")
-    require(TensorRule(name, ("int32",), layout, shape, last_dim_contiguous=False), lengths)
-
-
 def _require_optional(t: DecodeTensors, batch: int, s_q: int, heads: int, d_v: int) -> None:
     if t.attn_sink is not None:
         require(TensorRule("attn_sink", ("float32",), "[heads]", (heads,)), t.attn_sink)
@@ -449,14 +424,3 @@ def _require_optional(t: DecodeTensors, batch: int, s_q: int, heads: int, d_v: i
 
 def _query_strides(t: DecodeTensors) -> dict[str, int]:
     return dict(zip(("q_stride_b", "q_stride_s", "q_stride_h"), free_strides(t.q), strict=False))
-
-
-def _list_strides(prefix: str, indices: torch.Tensor, lengths: torch.Tensor | None) -> dict[str, int]:
-    columns = free_strides(indices)
-    length = (0, 0) if lengths is None else (*free_strides(lengths), 0)[:2]
-    return {
-        f"{prefix}indices_stride_b": columns[0],
-        f"{prefix}indices_stride_s": columns[1],
-        f"{prefix}length_stride_b": length[0],
-        f"{prefix}length_stride_s": length[1],
-    }

@@ -109,12 +109,13 @@ def require(rule: TensorRule, tensor: torch.Tensor) -> None:
         )
 
 
-def require_one_kv_head(name: str, cache: torch.Tensor) -> None:
-    """Refuse a cache [pages, page_size, KV heads, columns] with several KV heads."""
-    if cache.dim() == 4 and cache.shape[2] > 1:
+def require_kv_heads(name: str, cache: torch.Tensor, kv_heads: int) -> None:
+    """Refuse a cache [pages, page_size, KV heads, columns] with another number of KV heads."""
+    if cache.dim() == 4 and cache.shape[2] != kv_heads and cache.shape[2] > 0:
         raise GuardError(
-            f"[T-06] {name}: {cache.shape[2]} KV heads, expected 1: GQA and MHA (h_kv > 1) are not built, a row of a "
-            "cache serves all query heads: pass a cache [pages, page_size, 1, columns]"
+            f"[T-06] {name}: {cache.shape[2]} KV heads, expected {kv_heads}: for sparse_decode declare kv_heads in the "
+            "spec; other ops take a row for each KV head: pass [pages, page_size * KV heads, 1, columns], a slot for "
+            "each row"
         )
 
 

@@ -27,7 +27,7 @@ _DECODE = "Tensor q, Tensor k_cache, Tensor indices, str kernels"
 _DECODE_OPTIONS = (
     "Tensor? topk_length=None, Tensor? attn_sink=None, float? softmax_scale=None, int? num_splits=None, "
     "Tensor? extra_k_cache=None, Tensor? extra_indices=None, Tensor? extra_topk_length=None, Tensor? kpe_cache=None, "
-    "Tensor? extra_kpe_cache=None"
+    "Tensor? extra_kpe_cache=None, Tensor? v_cache=None, Tensor? extra_v_cache=None"
 )
 _TOPK = "Tensor scores, str kernels, int k"
 _TOPK_OPTIONS = (
@@ -72,11 +72,13 @@ def _sparse_decode(
     extra_topk_length: Tensor | None = None,
     kpe_cache: Tensor | None = None,
     extra_kpe_cache: Tensor | None = None,
+    v_cache: Tensor | None = None,
+    extra_v_cache: Tensor | None = None,
     *,
     out: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    others = (kpe_cache, extra_k_cache, extra_indices, extra_topk_length, extra_kpe_cache)
+    others = (kpe_cache, extra_k_cache, extra_indices, extra_topk_length, extra_kpe_cache, v_cache, extra_v_cache)
     tensors = DecodeTensors(q, k_cache, indices, topk_length, attn_sink, out, lse, *others)
     return find(kernels).decode_with_shared_plan(tensors, softmax_scale, num_splits)
 

@@ -28,7 +28,7 @@ def sparse_decode(
     num_splits = None
     if plan is not None:
         extra = options.get("extra_indices")
-        found = (q.shape[0], q.shape[1], indices.shape[2], 0 if extra is None else extra.shape[2])
+        found = (q.shape[0], q.shape[1], indices.shape[-1], 0 if extra is None else extra.shape[-1])
         if found != (plan.batch, plan.s_q, plan.topk, plan.extra_topk):
             raise GuardError(
                 f"[T-09] plan: made for batch {plan.batch}, s_q {plan.s_q}, topk {plan.topk}, extra_topk "

@@ -96,6 +96,33 @@ def test_kernels_of_every_format_compile_as_planned(
     require_as_planned(tuple(plans), arch)
 
 
+# Of several KV heads: rows alone, with a part elsewhere, of two formats; the most heads and the fewest.
+KV_HEADS: tuple[tuple[str, str | None, int], ...] = (
+    ("v32", None, 64),
+    ("v4", "v4", 64),
+    ("v41_interleaved", "v41_fp4_interleaved", 64),
+    ("v41_page_split", "v41_fp4_page_split", 8),
+    ("bf16_kv_d128_v128", None, 8),
+    ("fp16_kv_d192_v256", "fp16_kv_d192_v256", 64),
+    ("bf16_split", None, 32),
+)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_kernels_of_several_kv_heads_compile_as_planned(arch: str, request: pytest.FixtureRequest) -> None:
+    """Each on one arch in six, in turn; --all-mutants takes all."""
+    everything, plans = request.config.getoption("--all-mutants"), []
+    for turn, (main, extra, most) in enumerate(KV_HEADS, list(ARCHS).index(arch)):
+        if turn % 6 and not everything:
+            continue
+        found = decode.caches_of(main, extra)
+        assert isinstance(found, Caches)
+        heads_n = next(n for n in range(most, 0, -8) if fitting_geometry(found, n, ARCHS[arch]) is not None)
+        axes = decode.main_axes(found, heads_n, ARCHS[arch], several_kv_heads=True)
+        plans.append(decode.plan_main(Variant(decode.NAME, "main", decode.BODY, arch, axes)))
+    require_as_planned(tuple(plans), arch)
+
+
 @pytest.mark.parametrize("scores", ["fp32", "bf16"])
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_kernel_of_topk_compiles_as_planned(arch: str, scores: str) -> None:

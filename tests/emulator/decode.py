@@ -23,7 +23,7 @@ from dsagen.families.sparse_decode.op import DecodeShape, partition
 from dsagen.families.sparse_decode.reference import DecodeReference, Source, sparse_decode_reference
 from dsagen.kv_format import kv_format
 from dsagen.plan import KernelPlan, Variant
-from dsagen.runtime.decode_caches import pool_addresses, pool_arguments
+from dsagen.runtime.decode_caches import SecondTensors, pool_addresses, pool_arguments
 
 PARTIALS = ("lse_accum", "o_accum")
 _PACK = {"pointer": "Q", "u64": "Q", "i64": "q", "u32": "I", "i32": "i", "f32": "f"}
@@ -85,6 +85,7 @@ def reference_of(case: DecodeCase, fmt: str, heads: int, extra: str | None = Non
     return sparse_decode_reference(
         inputs.q, inputs.record, inputs.caches, inputs.indices, sm_scale=inputs.sm_scale,
         topk_length=inputs.topk_length, attn_sink=inputs.attn_sink, extra=inputs.extra,
+        with_spread=True,
     )  # fmt: skip
 
 
@@ -158,14 +159,15 @@ def run(
 def _place_source(memory: Memory, prefix: str, source: Source) -> dict[str, float]:
     """Arguments of a cache and of the lists that select from it."""
     caches, indices, lengths = tuple(source.caches.values()), source.indices, source.topk_length
-    k_cache, kpe_cache = (*caches, None)[:2]
+    k_cache, *others = caches
+    second = SecondTensors(**{n: cache for n, cache in source.caches.items() if n in SecondTensors._fields})
     placed = {cache.data_ptr(): memory.add(f"{prefix}{name}", _base(cache), writable=False)
               for name, cache in source.caches.items()}  # fmt: skip
-    host = pool_addresses(prefix, source.record, k_cache, kpe_cache)
-    of_part = (k_cache if kpe_cache is None else kpe_cache).data_ptr()
+    host = pool_addresses(prefix, source.record, k_cache, second)
+    of_part = (others[0] if others else k_cache).data_ptr()
     starts = {f"{prefix}kv": k_cache.data_ptr(), f"{prefix}kv_part": of_part}
     return {
-        **pool_arguments(prefix, source.record, k_cache, kpe_cache),
+        **pool_arguments(prefix, source.record, k_cache, second),
         **{name: placed[starts[name]] + int(address) - starts[name] for name, address in host.items()},
         f"{prefix}topk": indices.shape[2],
         f"{prefix}indices": memory.add(f"{prefix}indices", _base(indices), writable=False),
@@ -203,4 +205,4 @@ def problem(case: DecodeCase, fmt: str, found: Run, extra: str | None = None) ->
     rows = case.batch * case.s_q
     out, lse = found.out.reshape(rows, -1, record.d_v), found.lse.reshape(rows, -1)
     gates = gates_for(case.values, want.peak)
-    return compare_decode(out, lse, want.out, want.lse, record.scale_group_dims or 128, gates).problem
+    return compare_decode(out, lse, want.out, want.lse, record.scale_group_dims or 128, gates, want.spread).problem

@@ -63,6 +63,16 @@ TOPK_CORE = (
     r"topk\.(data\.\w*\.k512(\.drop)?|data\.(normal|two_values)\.k512\.set|digit\.\w*\.\w*|(ids|width|window|graph|permuted|alone|layout|most_slots)(\.\w*)?"
     r"|body\.\w*\.(normal|low_21_bits))"
 )
+SMALL_GQA: Mapping[str, Any] = {"heads": 8, "kv_heads": 2}
+
+
+def kv_heads(kv: str, heads: int) -> Mapping[str, Any]:
+    """Two KV heads of a format, with a second cache of the same, or FP4 beside V4.1's FP8, where models have one."""
+    extra = {"v4": "v4", "v41": "v41_fp4"}.get(kv)
+    second = "none" if extra is None else {"format": extra, "topk": 512}
+    return {"heads": heads, "kv": kv, "extra_kv": second, "dims": {}}
+
+
 SUITES = (
     Suite("v32-sm_90a", "v32_h16", "sm_90a", but=r"run\.repeated"),
     # Copies of 16 bytes a thread instead of bulk ones; codes that are shifted instead of converted.
@@ -93,6 +103,16 @@ SUITES = (
     Suite("fp16-sm_90a", "v32_fp16_h16", "sm_90a", r"values\..*"),
     Suite("bf16_split-sm_90a", "contest_h16", "sm_90a", r"(values|page|lse)\..*"),
     Suite("bf16_split-sm_80", "contest_h16", "sm_80", r"values\..*", changes={"heads": 8}),
+    # Several KV heads: of latents, of keys and values apart, with parts elsewhere, two formats, several groups each.
+    Suite("gla-sm_90a", "gla_h64", "sm_90a", r"(page\.(1|5|61)|ids\.o|extra).*", changes={"heads": 8}),
+    Suite(
+        "gqa-sm_90a", "gqa_h64", "sm_90a", r"values\.[mrn].*|page\.(1|61)|splits\.[23]|lse.base_2.*", changes=SMALL_GQA
+    ),
+    Suite("gqa-sm_80", "gqa_h64", "sm_80", r"values\.[mn].*|page\.69", changes={**SMALL_GQA, "kv": "fp16_kv"}),
+    Suite("v4-kv_heads", "gla_h64", "sm_90a", r"extra\.(lengths|splits\.3)|page\.5", changes=kv_heads("v4", 4)),
+    Suite("v41-kv_heads", "gla_h64", "sm_89", r"extra\.(lengths|splits\.3)|page\.5", changes=kv_heads("v41", 6)),
+    Suite("split-kv_heads", "gla_h64", "sm_90a", r"page\.(1|5)", changes=kv_heads("bf16_split", 4)),
+    Suite("v32-kv_heads", "gla_h64", "sm_86", r"splits\.3", changes=kv_heads("v32", 128)),
     Suite("topk-fp32-sm_90a", "v32_topk_h128", "sm_90a", TOPK_CORE),
     Suite("topk-fp32-sm_80", "v32_topk_h128", "sm_80", r"topk\.(data\..*\.k512|width\..*)"),
     Suite(

@@ -28,6 +28,7 @@ LAYERS = (
             "slug",
             "arch",
             "kv_format",
+            "kv_record",
             "kv_rule",
             "index_format",
             "dtype",

@@ -30,6 +30,7 @@ COMPILED = {
 }
 POOL = {"pages": 2, "page_size": 64, "address": 256, "page_stride_bytes": 41984}
 TOKENS = {"row_stride_bytes": 656, "token_bytes": 656, "page_bytes": 41984}
+KV_HEADS = {"head_stride_bytes": 256, "row_bytes": 256, "page_size": 64, "kv_heads": 2}
 STRIDES = {"q_address": 32, "q_stride_b": 576, "q_stride_s": 576, "q_stride_h": 576}
 OUT = {"out_address": 32, "out_stride_b": 512, "out_stride_s": 512, "out_stride_h": 512}
 
@@ -161,6 +162,22 @@ TRIPS: dict[str, dict[str, Trip]] = {
             "(pages == other_pages && page_size == other_page_size)",
             {"other_pages": 3},
             {"name": "kpe_cache", "other": "k_cache"},
+        ),
+        "SD-27": Trip(
+            {"heads": 74, "kv_heads": 2, "heads_each": 37, "most_heads": 32, "kv_head_groups": 37, "least_groups": 2},
+            "[SD-27] heads: 74 of 2 KV heads are 37 each, of which a CTA holds 32: equal parts take 37 CTAs where 2 "
+            "would do: pad each KV head's query heads to a multiple of 2",
+            "kv_head_groups <= (2 * least_groups)",
+            {"kv_head_groups": 4},
+        ),
+        "SD-28": Trip(
+            {**KV_HEADS, "token_stride_bytes": 1024},
+            "[SD-28] k_cache: token stride 1024 B and KV-head stride 256 B with rows of 256 B: a page holds either the "
+            "2 rows of each token side by side, or the 64 rows of each KV head",
+            "((token_stride_bytes == (kv_heads * row_bytes) && head_stride_bytes == row_bytes) || "
+            "(token_stride_bytes == row_bytes && head_stride_bytes == (page_size * row_bytes)))",
+            {"token_stride_bytes": 256, "head_stride_bytes": 64 * 256},
+            {"name": "k_cache"},
         ),
         "SD-13": Trip(
             {**STRIDES, "q_stride_h": 580},

@@ -14,6 +14,7 @@ from dsagen.arch import arch
 from dsagen.errors import GuardError
 from dsagen.families.sparse_decode.family import FAMILY, plan_main, variant_caches
 from dsagen.families.sparse_decode.geometry import Geometry, fitting_geometry
+from dsagen.families.sparse_decode.guards import DEAL_GUARD
 from dsagen.family import families
 from dsagen.guard import Guard, check, failures
 from dsagen.limits import BUILD_GUARDS, CALL_RULES, LOAD_GUARDS
@@ -95,7 +96,8 @@ def test_a_variant_with_an_odd_head_count_is_refused() -> None:
 def test_every_plan_guard_is_asserted_in_the_unit() -> None:
     plan = FAMILY.plan(MAIN)
     text = render(plan).text
-    planned = [guard for guard in FAMILY.guards if guard.when == "plan"]
+    # That of the deal of heads is of a spec: no kernel knows how many there are.
+    planned = [guard for guard in FAMILY.guards if guard.when == "plan" and guard is not DEAL_GUARD]
     assert [guard.guard_id for guard in plan.guards] == [guard.guard_id for guard in planned]
     for guard in plan.guards:
         assert f'static_assert({guard.c_expression}, "[{guard.guard_id}] {guard.expression}");' in text

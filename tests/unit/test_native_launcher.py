@@ -360,7 +360,7 @@ def test_parameters_without_grad_and_equal_scalars_are_repeated():
     # A number of another type is another call, though it be equal.
     kernels.sparse_decode(**tensors, plan=plan, softmax_scale=1)
     assert plan.repeat(*call, 1) and not plan.repeat(*call, 1.0) and not plan.repeat(*call, True)
-    with pytest.raises(TypeError, match="a call has 12 tensors and 1 scalars, got 2 values"):
+    with pytest.raises(TypeError, match="a call has 14 tensors and 1 scalars, got 2 values"):
         plan.repeat(*call[:2])
 
 

@@ -86,7 +86,7 @@ WRONG = [
     (
         "k_cache",
         lambda t: t.expand(-1, -1, 2, -1),
-        "[T-06] k_cache: 2 KV heads, expected 1: GQA and MHA (h_kv > 1) are",
+        "[T-06] k_cache: 2 KV heads, expected 1: for sparse_decode declare kv_heads in",
     ),
     ("indices", lambda t: t[:1], "[T-06] indices: shape (1, 3, 100), expected [batch, s_q, topk] = (2, 3, *)"),
     ("indices", lambda t: t[:, :2], "[T-06] indices: shape (2, 2, 100)"),

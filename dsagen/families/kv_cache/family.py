@@ -57,6 +57,10 @@ class KvCache:
         caches = [("", spec.kv_format, spec.kv_write.rule)]
         if spec.extra_kv_format is not None:
             caches.append((EXTRA, spec.extra_kv_format, str(spec.kv_write.extra_rule)))
+        apart = next((record for _, record, _ in caches if record.first_value), None)
+        if apart is not None:
+            why = f"{apart.format_id}: keys and values are stored as they are, each in its tensor: no kernel is needed"
+            return tuple(Cell(NAME, role, arch.name, None, why) for role in ("write", "read"))
         return tuple(
             Cell(NAME, role + suffix, arch.name, Variant(NAME, role, BODY, arch.name, axes))
             for suffix, record, rule in caches

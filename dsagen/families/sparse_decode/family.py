@@ -9,13 +9,15 @@ from dsagen.arch import arch as arch_row
 from dsagen.families.sparse_decode.geometry import (
     STAGE_TOKENS,
     Geometry,
+    deal_heads,
     fitting_geometry,
     heads_per_cta,
+    most_heads,
     probability_pitch_bytes,
     query_pitch_bytes,
     smem_fields,
 )
-from dsagen.families.sparse_decode.guards import ARGUMENT_GUARDS, LAUNCH_GUARDS, PLAN_GUARDS
+from dsagen.families.sparse_decode.guards import ARGUMENT_GUARDS, DEAL_GUARD, LAUNCH_GUARDS, PLAN_GUARDS
 from dsagen.families.sparse_decode.params import COMBINE_PARAMS, main_params
 from dsagen.families.sparse_decode.rows import Caches, cache_rows
 from dsagen.family import Cell
@@ -57,22 +59,25 @@ class SparseDecode:
 
     name = NAME
     ops: tuple[str, ...] = ("sparse_decode",)
-    guards: tuple[Guard, ...] = PLAN_GUARDS + LAUNCH_GUARDS + ARGUMENT_GUARDS
+    guards: tuple[Guard, ...] = (*PLAN_GUARDS, DEAL_GUARD, *LAUNCH_GUARDS, *ARGUMENT_GUARDS)
 
     def expand(self, spec: DeploymentSpec, arch: Arch) -> tuple[Cell, ...]:
         """The main kernel and the combine; both are refused when the spec needs what is not built."""
         caches = caches_of(spec.kv.format_id, spec.extra_kv.format_id if spec.extra_kv else None)
         if isinstance(caches, str):
-            return tuple(Cell(NAME, role, arch.name, None, caches) for role in ("main", "combine"))
+            return _refused(caches, arch)
         dims = failures([DIMS_GUARD], {"d_qk": caches.d_qk, "d_v": caches.d_v})
         if dims:
-            return tuple(Cell(NAME, role, arch.name, None, dims[0]) for role in ("main", "combine"))
-        heads_n = heads_per_cta(caches, spec.heads, arch)
+            return _refused(dims[0], arch)
+        heads_n = heads_per_cta(caches, spec.heads, arch, spec.kv_heads)
         if heads_n is None:
             formats = " with ".join(rows.record.format_id for rows in caches.each)
             reason = f"{formats}: not even 8 heads and two 32-token stages fit {arch.smem_optin_bytes} B"
             return (Cell(NAME, "main", arch.name, None, reason),)
-        main = Variant(NAME, "main", BODY, arch.name, main_axes(caches, heads_n, arch))
+        deal = failures([DEAL_GUARD], _deal(caches, spec, arch))
+        if deal:
+            return _refused(deal[0], arch)
+        main = Variant(NAME, "main", BODY, arch.name, main_axes(caches, heads_n, arch, spec.kv_heads > 1))
         combine = Variant(NAME, "combine", "portable", arch.name, (("dv", caches.d_v),))
         return (Cell(NAME, "main", arch.name, main), Cell(NAME, "combine", arch.name, combine))
 
@@ -84,6 +89,23 @@ class SparseDecode:
 FAMILY = SparseDecode()
 
 
+def _refused(reason: str, arch: Arch) -> tuple[Cell, ...]:
+    return tuple(Cell(NAME, role, arch.name, None, reason) for role in ("main", "combine"))
+
+
+def _deal(caches: Caches, spec: DeploymentSpec, arch: Arch) -> dict[str, int]:
+    """What DEAL_GUARD reads."""
+    most, each = most_heads(caches, arch), spec.heads // spec.kv_heads
+    return {
+        "heads": spec.heads,
+        "kv_heads": spec.kv_heads,
+        "heads_each": each,
+        "most_heads": most,
+        "kv_head_groups": deal_heads(spec.heads, spec.kv_heads, most)[0],
+        "least_groups": -(-each // most),
+    }
+
+
 def caches_of(format_id: str, extra_format_id: str | None = None) -> Caches | str:
     """The rows of one or two formats as a kernel sees them, or why none reads them."""
     main = cache_rows(kv_format(format_id))
@@ -91,6 +113,11 @@ def caches_of(format_id: str, extra_format_id: str | None = None) -> Caches | st
     if isinstance(main, str):
         return main
     return extra if isinstance(extra, str) else Caches(main, extra)
+
+
+def has_kv_heads(variant: Variant) -> bool:
+    """Whether a main kernel reads caches of several KV heads."""
+    return dict(variant.axes).get("kvh") is not None
 
 
 def variant_caches(variant: Variant) -> Caches:
@@ -102,12 +129,16 @@ def variant_caches(variant: Variant) -> Caches:
     return caches
 
 
-def main_axes(caches: Caches, heads_n: int, arch: Arch) -> tuple[tuple[str, str | int], ...]:
+def main_axes(
+    caches: Caches, heads_n: int, arch: Arch, several_kv_heads: bool = False
+) -> tuple[tuple[str, str | int], ...]:
     """The compile-time axes of a main kernel."""
     # Row bytes, placement and scale kind: loads and operand recipes.
     kv: tuple[tuple[str, str | int], ...] = (("kv", caches.main.record.format_id),)
     if caches.extra is not None:
         kv += (("xkv", caches.extra.record.format_id),)  # the same of the second cache, and a list of its own
+    if several_kv_heads:
+        kv += (("kvh", "many"),)  # rows and lists of a CTA begin at its KV head's; how many there are is an argument
     return (
         *kv,
         ("dqk", caches.d_qk),  # length of the score loop
@@ -125,7 +156,8 @@ def plan_main(variant: Variant, geometry: Geometry | None = None) -> KernelPlan:
     fields, smem_bytes = smem_fields(caches, chosen)
     has_part, has_extra = caches.main.part_bytes > 0, caches.extra is not None
     extra_has_part = caches.extra is not None and caches.extra.part_bytes > 0
-    params, params_bytes = lay_out_params(main_params(has_part, has_extra, extra_has_part))
+    kv_heads = has_kv_heads(variant)
+    params, params_bytes = lay_out_params(main_params(has_part, has_extra, extra_has_part, kv_heads))
     threads = chosen.threads
     registers_cap = compiled_registers(threads, arch)
     values = {
@@ -151,7 +183,7 @@ def plan_main(variant: Variant, geometry: Geometry | None = None) -> KernelPlan:
     return KernelPlan(
         variant=variant,
         constants=_main_constants(caches, chosen, registers_cap),
-        types=_main_types(caches, chosen),
+        types=_main_types(caches, chosen, kv_heads),
         threads=threads,
         min_blocks_per_sm=1,
         registers_cap=registers_cap,
@@ -182,7 +214,7 @@ def moved_registers(geometry: Geometry) -> int:
     return 32 * (value * geometry.value_warps + score * geometry.score_warps + producer * producers)
 
 
-def _main_types(caches: Caches, g: Geometry) -> tuple[TypeAlias, ...]:
+def _main_types(caches: Caches, g: Geometry, kv_heads: bool) -> tuple[TypeAlias, ...]:
     copy = _ROW_COPY_HEADERS[g.bulk]
     types = [
         TypeAlias("Encoding", caches.main.encoding.cpp(_ROW), caches.main.encoding.header),
@@ -194,7 +226,11 @@ def _main_types(caches: Caches, g: Geometry) -> tuple[TypeAlias, ...]:
             TypeAlias("ExtraRowCopy", f"tile::RowCopy<{_EXTRA_ROW}>", "sparse_decode/source.cuh"),
         ]
     body = _TWO_FORMATS_BODY if caches.two_formats else _MAIN_BODY
-    return (*types, TypeAlias("Body", body, "sparse_decode/mma_sync.cuh"))
+    if not kv_heads:
+        return (*types, TypeAlias("Body", body, "sparse_decode/mma_sync.cuh"))
+    types.append(TypeAlias("OneKvHead", body, "sparse_decode/mma_sync.cuh"))
+    around = "sparse_decode::OfKvHead<Constants, SharedStorage, OneKvHead, Params>"
+    return (*types, TypeAlias("Body", around, "sparse_decode/kv_heads.cuh"))
 
 
 def _main_constants(caches: Caches, g: Geometry, registers: int) -> tuple[tuple[str, int | float], ...]:

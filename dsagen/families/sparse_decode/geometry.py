@@ -165,10 +165,25 @@ def fitting_geometry(caches: Caches, heads_n: int, arch: Arch) -> Geometry | Non
     return None
 
 
-def heads_per_cta(caches: Caches, heads: int, arch: Arch) -> int | None:
-    """Padded heads of a CTA when `heads` are dealt evenly to the fewest groups that fit; None when none does."""
-    for limit in range(MAX_HEADS_PER_CTA, 0, -8):
-        if fitting_geometry(caches, limit, arch) is not None:
-            groups = -(-heads // limit)
-            return round_up(-(-heads // groups), 8)
-    return None
+def most_heads(caches: Caches, arch: Arch) -> int:
+    """The most heads, in steps of 8, that a CTA may have on an arch; 0 where not even 8 fit."""
+    counts = range(MAX_HEADS_PER_CTA, 0, -8)
+    return next((count for count in counts if fitting_geometry(caches, count, arch) is not None), 0)
+
+
+def heads_per_cta(caches: Caches, heads: int, arch: Arch, kv_heads: int = 1) -> int | None:
+    """Padded heads of a CTA when `heads` are dealt to the fewest groups that fit; None when none does."""
+    most = most_heads(caches, arch)
+    return round_up(deal_heads(heads, kv_heads, most)[1], 8) if most else None
+
+
+def deal_heads(heads: int, kv_heads: int, most: int) -> tuple[int, int]:
+    """(groups that share a KV head's query heads, heads of a group): the fewest groups of at most `most` heads.
+
+    The last group of all may have fewer. With several KV heads groups are equal, so that no group is of two of them.
+    """
+    each = heads // kv_heads
+    groups = -(-each // most)
+    while kv_heads > 1 and each % groups:
+        groups += 1
+    return groups, -(-each // groups)

@@ -60,6 +60,16 @@ PLAN_GUARDS: tuple[Guard, ...] = (
     ),
 )
 
+# Of how a spec's heads are dealt to CTAs, before any kernel is planned.
+DEAL_GUARD = Guard(
+    "SD-27",
+    "plan",
+    "kv_head_groups <= 2 * least_groups",
+    "heads: {heads} of {kv_heads} KV heads are {heads_each} each, of which a CTA holds {most_heads}: equal parts take "
+    "{kv_head_groups} CTAs where {least_groups} would do: pad each KV head's query heads to a multiple of "
+    "{least_groups}",
+)
+
 LAUNCH_GUARDS: tuple[Guard, ...] = (
     Guard(
         "SD-04",
@@ -159,6 +169,15 @@ POOL_GUARDS: tuple[Guard, ...] = (
         "overlap",
     ),
 )
+# Of a cache of several KV heads: those of a token side by side, or each KV head's rows of a page.
+KV_HEADS_GUARD = Guard(
+    "SD-28",
+    "launch",
+    "token_stride_bytes == kv_heads * row_bytes and head_stride_bytes == row_bytes "
+    "or token_stride_bytes == row_bytes and head_stride_bytes == page_size * row_bytes",
+    "{name}: token stride {token_stride_bytes} B and KV-head stride {head_stride_bytes} B with rows of {row_bytes} B: "
+    "a page holds either the {kv_heads} rows of each token side by side, or the {page_size} rows of each KV head",
+)
 SAME_PAGES_GUARD = Guard(
     "SD-17",
     "launch",
@@ -197,6 +216,7 @@ INDEX_GUARD = Guard(
 )
 ARGUMENT_GUARDS: tuple[Guard, ...] = (
     *POOL_GUARDS,
+    KV_HEADS_GUARD,
     SAME_PAGES_GUARD,
     SIZE_GUARD,
     WORKSPACE_GUARD,

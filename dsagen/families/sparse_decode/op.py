@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from dsagen.families.sparse_decode.geometry import deal_heads
 from dsagen.families.sparse_decode.guards import SIZE_GUARD
 from dsagen.families.sparse_decode.schedule import (
     BATCH_INVARIANT_SPLIT_TOKENS,
@@ -40,7 +41,7 @@ _SIZE_MEANINGS = {
 @dataclass(frozen=True)
 class DecodeShape:
     """Run-time shape of a call: `heads` query heads, `topk` columns of each index row, `extra_topk` of each row of the
-    second cache (0: it is left out).
+    second cache (0: it is left out), `kv_heads` KV heads of the caches.
     """
 
     batch: int
@@ -48,6 +49,7 @@ class DecodeShape:
     heads: int
     topk: int
     extra_topk: int = 0
+    kv_heads: int = 1
 
     @property
     def rows(self) -> int:
@@ -60,13 +62,14 @@ class DecodePartition:
     """How a call is dealt to CTAs, and the workspace that it needs (0 bytes when rows are not split).
 
     The workspace holds lse_accum, fp32 [rows, num_splits, heads], at byte 0 and o_accum, fp32 [rows, num_splits, heads,
-    d_v], at `o_accum_offset_bytes`. `why` says where num_splits comes from; `untuned` that no measurement stands
-    behind it.
+    d_v], at `o_accum_offset_bytes`. `kv_head_groups` of the `head_groups` share a KV head. `why` says where
+    num_splits comes from; `untuned` that no measurement stands behind it.
     """
 
     rows: int
     row_tiles: int
     head_groups: int
+    kv_head_groups: int
     group_heads: int
     num_splits: int
     main_ctas: int
@@ -104,8 +107,8 @@ def partition(
     _require_sizes(shape, num_splits)
     main_tiles, extra_tiles = tiles_of(shape, main_plan)
     row_tiles = main_tiles + extra_tiles
-    head_groups = -(-shape.heads // main_plan.variant.axis_int("n"))
-    group_heads = -(-shape.heads // head_groups)
+    kv_head_groups, group_heads = deal_heads(shape.heads, shape.kv_heads, main_plan.variant.axis_int("n"))
+    head_groups = shape.kv_heads * kv_head_groups
     untuned = False
     if num_splits is not None:
         why = "given by the caller"
@@ -116,7 +119,7 @@ def partition(
         load = split_load(shape, main_plan, sm_count, row_tiles, head_groups)
         num_splits, untuned = choose_splits(load), True
         why = f"cost model: {load.units} CTAs of {row_tiles} tiles unsplit, {sm_count} SMs"
-    return _lay_out(shape, main_plan, row_tiles, head_groups, group_heads, num_splits, why, untuned)
+    return _lay_out(shape, main_plan, row_tiles, (kv_head_groups, group_heads), num_splits, why, untuned)
 
 
 def tiles_of(shape: DecodeShape, main_plan: KernelPlan) -> tuple[int, int]:
@@ -159,13 +162,12 @@ def _lay_out(
     shape: DecodeShape,
     main_plan: KernelPlan,
     row_tiles: int,
-    head_groups: int,
-    group_heads: int,
+    deal: tuple[int, int],
     num_splits: int,
     why: str,
     untuned: bool,
 ) -> DecodePartition:
-    is_split = num_splits > 1
+    is_split, head_groups = num_splits > 1, shape.kv_heads * deal[0]
     partials = shape.rows * num_splits * shape.heads if is_split else 0
     lse_accum_bytes = partials * _FP32_BYTES
     o_accum_bytes = lse_accum_bytes * main_plan.variant.axis_int("dv")
@@ -174,7 +176,8 @@ def _lay_out(
         rows=shape.rows,
         row_tiles=row_tiles,
         head_groups=head_groups,
-        group_heads=group_heads,
+        kv_head_groups=deal[0],
+        group_heads=deal[1],
         num_splits=num_splits,
         main_ctas=shape.rows * num_splits * head_groups,
         combine_ctas=shape.rows * shape.heads if is_split else 0,

@@ -33,6 +33,7 @@ _GROUPS = (
     ParamField("head_groups", "i32", "CTAs that share a query token's heads"),
     ParamField("group_heads", "i32", "heads of a group; the last group may have fewer"),
 )
+_KV_HEAD_GROUPS = ParamField("kv_head_groups", "i32", "CTAs that share the query heads of a KV head")
 _PARTIALS = (
     ParamField("lse_accum", "pointer", "fp32 [batch x s_q, num_splits, heads] base-2 partial lse", "float"),
     ParamField("o_accum", "pointer", "fp32 [batch x s_q, num_splits, heads, d_v] partial outputs", "float"),
@@ -75,8 +76,26 @@ def _part(prefix: str) -> tuple[ParamField, ...]:
     )
 
 
-def main_params(has_part: bool, has_extra: bool, extra_has_part: bool) -> tuple[ParamField, ...]:
-    """The main kernel's arguments: those of rows with a second part, and of a second cache, only where there is one."""
+def _kv_heads(prefix: str, has_part: bool) -> tuple[ParamField, ...]:
+    """Arguments of a cache of several KV heads."""
+    return (
+        ParamField(f"{prefix}head_stride_bytes", "i64", "distance between a token's rows of two KV heads"),
+        ParamField(f"{prefix}indices_stride_kv", "i64", "stride of KV heads; 0 where they share a list"),
+        ParamField(f"{prefix}length_stride_kv", "i64", "stride of KV heads; 0 where they share a length"),
+        *(
+            (ParamField(f"{prefix}part_head_stride_bytes", "i64", "distance between second parts of two KV heads"),)
+            if has_part
+            else ()
+        ),
+    )
+
+
+def main_params(
+    has_part: bool, has_extra: bool, extra_has_part: bool, kv_heads: bool = False
+) -> tuple[ParamField, ...]:
+    """The main kernel's arguments: those of rows with a second part, of a second cache and of several KV heads only
+    where there is one.
+    """
     return (
         *_QUERY,
         *_pool(""),
@@ -89,6 +108,8 @@ def main_params(has_part: bool, has_extra: bool, extra_has_part: bool) -> tuple[
         *(_part("") if has_part else ()),
         *((*_pool("extra_"), *_lists("extra_")) if has_extra else ()),
         *(_part("extra_") if extra_has_part else ()),
+        *((_KV_HEAD_GROUPS, *_kv_heads("", has_part)) if kv_heads else ()),
+        *(_kv_heads("extra_", extra_has_part) if kv_heads and has_extra else ()),
     )
 
 

@@ -33,24 +33,55 @@ class Source:
     indices: Tensor
     topk_length: Tensor | None = None
 
+    @property
+    def kv_heads(self) -> int:
+        """KV heads of the cache."""
+        named = self.caches if isinstance(self.caches, Mapping) else {"": self.caches}
+        return min(int(cache.shape[2]) for cache in named.values())
+
+    def of_kv_head(self, head: int) -> Source:
+        """What one KV head's query heads see, as a source with one KV head.
+
+        A page of several KV heads is one of page_size x kv_heads rows: those of a token side by side where that is how
+        they lie, else those of each KV head.
+        """
+        named = self.caches if isinstance(self.caches, Mapping) else {self.record.cache_tensor().name: self.caches}
+        pages, page_size, kv_heads = next(iter(named.values())).shape[:3]
+        by_token = all(rows_go_by_token(cache) for cache in named.values())
+        ordered = {name: cache if by_token else cache.transpose(1, 2) for name, cache in named.items()}
+        flat = {name: cache.view(pages, page_size * kv_heads, 1, -1) for name, cache in ordered.items()}
+        ids = (self.indices[:, :, head] if self.indices.ndim == 4 else self.indices).long()
+        slot = ids % page_size * kv_heads + head if by_token else head * page_size + ids % page_size
+        # Ids that name no token stay what they are.
+        ids = torch.where((ids >= 0) & (ids < pages * page_size), ids // page_size * page_size * kv_heads + slot, -1)
+        lengths = self.topk_length
+        return Source(
+            self.record, flat, ids, lengths[..., head] if lengths is not None and lengths.ndim == 3 else lengths
+        )
+
     def selected(self, b: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
-        """(rows fp64 [n, topk, d_qk], which of them count) of some query tokens; rows that do not count are zero."""
+        """(rows fp64 [n, topk, row_dims], which count) of query tokens; rows that do not count are zero."""
         ids = self.indices[b, s].long()
         pool_tokens = min(tensor.tokens for tensor in cache_tensors(self.record, self.caches).values())
         live = _live_columns(self.indices, self.topk_length)[b, s, None]
         valid = (ids >= 0) & (ids < pool_tokens) & (torch.arange(ids.shape[1], device=ids.device) < live)
         x = read_tokens(self.record, self.caches, ids.masked_fill(~valid, 0).flatten())
         # Whatever lies at id 0 stands in for masked columns: zero it, since 0 * NaN is NaN.
-        return x.view(*ids.shape, self.record.d_qk).masked_fill_(~valid.unsqueeze(2), 0.0), valid
+        return x.view(*ids.shape, self.record.row_dims).masked_fill_(~valid.unsqueeze(2), 0.0), valid
 
 
 @dataclass(frozen=True)
 class DecodeReference:
-    """Exact results: `out` fp64 [rows, heads, d_v], `lse` fp64 [rows, heads], `peak` the largest finite |logit|."""
+    """Exact results: `out` fp64 [rows, heads, d_v], `lse` fp64 [rows, heads], `peak` the largest finite |logit|.
+
+    `spread`, where asked for, is like `out`: the root of the sum of squares of what each token adds to it, in which
+    independent errors of the probabilities show, however much of the sum cancels.
+    """
 
     out: Tensor
     lse: Tensor
     peak: float
+    spread: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -94,6 +125,11 @@ class CacheBytes:
         return self.flat.view(dtype), (first // word_bytes).unsqueeze(1) + steps
 
 
+def rows_go_by_token(cache: Tensor) -> bool:
+    """Whether the rows of a token's KV heads lie side by side in a cache [pages, page_size, kv_heads, columns]."""
+    return cache.shape[1] == 1 or cache.stride(1) >= cache.shape[2] * cache.shape[3]
+
+
 def cache_tensors(record: KvFormat, caches: Caches) -> Mapping[str, CacheBytes]:
     """The record's tensors by name; a lone tensor is taken for a format that has one."""
     named = {record.cache_tensor().name: caches} if isinstance(caches, Tensor) else caches
@@ -101,9 +137,9 @@ def cache_tensors(record: KvFormat, caches: Caches) -> Mapping[str, CacheBytes]:
 
 
 def read_tokens(record: KvFormat, caches: Caches, ids: Tensor) -> Tensor:
-    """fp64 [ids, d_qk]: tokens at int64 `ids` (page * page_size + slot, all inside the pool), dequantised exactly."""
+    """fp64 [ids, row_dims]: tokens at int64 `ids` (page * page_size + slot, all in the pool), dequantised exactly."""
     tensors = cache_tensors(record, caches)
-    rows = torch.empty(ids.numel(), record.d_qk, dtype=torch.float64, device=ids.device)
+    rows = torch.empty(ids.numel(), record.row_dims, dtype=torch.float64, device=ids.device)
     for segment in record.data_segments:
         columns = slice(segment.first_dim, segment.first_dim + segment.count)
         rows[:, columns] = _decode(segment.element, _segment_bytes(tensors[segment.tensor], segment, ids))
@@ -128,38 +164,66 @@ def sparse_decode_reference(
     empty_lse: float = math.inf,
     rows: Tensor | None = None,
     extra: Source | None = None,
+    with_spread: bool = False,
 ) -> DecodeReference:
     """Attention of each query token over the tokens that its index row selects.
 
-    q [batch, s_q, heads, d_qk]; indices int [batch, s_q, topk], page * page_size + slot; topk_length int [batch] or
-    [batch, s_q]; attn_sink [heads], a natural-log logit that takes weight and gives no value. An id that is negative,
-    at or past the pool, or in a column at or past the length selects nothing; equal ids count as often as they occur.
+    caches [pages, page_size, kv_heads, columns]; q [batch, s_q, heads, d_qk], of whose heads each KV head has an equal
+    share, in order; with several KV heads indices may be [batch, s_q, kv_heads, topk] and topk_length [batch, s_q,
+    kv_heads], else all KV heads have the same. indices int [batch, s_q, topk], page * page_size + slot; topk_length int
+    [batch] or [batch, s_q]; attn_sink [heads], a natural-log logit that takes weight and gives no value. An id that is
+    negative, at or past the pool, or in a column at or past the length selects nothing; equal ids count as often as
+    they occur.
     `extra` is a second cache with lists of its own: both select for the same softmax. A row that selects nothing gives
     out 0 and lse `empty_lse`, whatever the sink. The sink is not part of lse, which is in base e or 2. `rows` int64
     picks some of the batch * s_q query tokens; by default all are computed in order.
     """
-    batch, s_q, heads, _ = q.shape
-    if rows is None:
-        rows = torch.arange(batch * s_q, device=q.device)
     sources = [Source(record, caches, indices, topk_length), *([extra] if extra else [])]
-    out = torch.empty(rows.numel(), heads, record.d_v, dtype=torch.float64, device=q.device)
-    lse = torch.empty(rows.numel(), heads, dtype=torch.float64, device=q.device)
+    if rows is None:
+        rows = torch.arange(q.shape[0] * q.shape[1], device=q.device)
+    kv_heads = sources[0].kv_heads
+    if kv_heads == 1:
+        found = _attend_all(q, sources, sm_scale, rows, with_spread)
+    else:
+        shares = q.chunk(kv_heads, 2)
+        seen = ([source.of_kv_head(head) for source in sources] for head in range(kv_heads))
+        parts = [_attend_all(share, own, sm_scale, rows, with_spread) for share, own in zip(shares, seen, strict=True)]
+        out, lse = torch.cat([part.out for part in parts], 1), torch.cat([part.lse for part in parts], 1)
+        spread = torch.cat([part.spread for part in parts if part.spread is not None], 1) if with_spread else None
+        found = DecodeReference(out, lse, max(part.peak for part in parts), spread)
+    out, lse = found.out, found.lse
+    empty = lse == -math.inf
+    if attn_sink is not None:
+        factor = (1 / (1 + torch.exp(attn_sink.double() - lse))).masked_fill(empty, 0.0).unsqueeze(2)
+        out *= factor
+        if found.spread is not None:
+            found.spread.mul_(factor)
+    lse = (lse / math.log(2) if lse_base == 2 else lse).masked_fill(empty, empty_lse)
+    return DecodeReference(out, lse, found.peak, found.spread)
+
+
+def _attend_all(q: Tensor, sources: list[Source], sm_scale: float, rows: Tensor, with_spread: bool) -> DecodeReference:
+    """Results without a sink for some query tokens, natural lse -inf for those that select nothing; one KV head."""
+    s_q, record = q.shape[1], sources[0].record
+    out = torch.empty(rows.numel(), q.shape[2], record.d_v, dtype=torch.float64, device=q.device)
+    lse = torch.empty(rows.numel(), q.shape[2], dtype=torch.float64, device=q.device)
+    spread = torch.empty_like(out) if with_spread else None
     peaks = [torch.zeros((), dtype=torch.float64, device=q.device)]
     budget = CHUNK_BYTES_DEVICE if q.is_cuda else CHUNK_BYTES_CPU
-    step = max(1, budget // (8 * record.d_qk * sum(source.indices.shape[2] for source in sources)))
+    step = max(1, budget // (8 * record.row_dims * sum(source.indices.shape[2] for source in sources)))
     for first in range(0, rows.numel(), step):
         part = rows[first : first + step]
         b, s = part // s_q, part % s_q
         chunk = slice(first, first + part.numel())
         selected = [source.selected(b, s) for source in sources]
-        x, valid = (torch.cat(parts, 1) if extra else parts[0] for parts in zip(*selected, strict=True))
-        out[chunk], lse[chunk], peak = _attend(q[b, s].double() * sm_scale, x, valid, record.d_v)
+        x, valid = (torch.cat(p, 1) if len(sources) > 1 else p[0] for p in zip(*selected, strict=True))
+        probability, lse[chunk], peak = _softmax(q[b, s].double() * sm_scale, x[..., : record.d_qk], valid)
+        values = x[..., record.first_value : record.first_value + record.d_v]
+        out[chunk] = torch.bmm(probability, values)
+        if spread is not None:
+            spread[chunk] = torch.bmm(probability.square(), values.square()).sqrt()
         peaks.append(peak)
-    empty = lse == -math.inf
-    if attn_sink is not None:
-        out *= (1 / (1 + torch.exp(attn_sink.double() - lse))).masked_fill(empty, 0.0).unsqueeze(2)
-    lse = (lse / math.log(2) if lse_base == 2 else lse).masked_fill(empty, empty_lse)
-    return DecodeReference(out, lse, float(torch.stack(peaks).max()))
+    return DecodeReference(out, lse, float(torch.stack(peaks).max()), spread)
 
 
 def combine_reference(
@@ -196,14 +260,13 @@ def _live_columns(indices: Tensor, topk_length: Tensor | None) -> Tensor:
     return per_token.expand(batch, s_q).clamp(0, topk)
 
 
-def _attend(q: Tensor, x: Tensor, valid: Tensor, d_v: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, natural lse with -inf for empty rows, largest finite |logit|) of scaled q [n, heads, d] over rows x."""
-    logits = torch.bmm(q, x.transpose(1, 2))
+def _softmax(q: Tensor, keys: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(probabilities, natural lse with -inf for empty rows, largest finite |logit|) of scaled q [n, heads, d_qk]."""
+    logits = torch.bmm(q, keys.transpose(1, 2))
     peak = logits.nan_to_num(0.0, 0.0, 0.0).abs().amax()
     logits.masked_fill_(~valid.unsqueeze(1), -math.inf)
     lse = torch.logsumexp(logits, 2)
-    probability = torch.exp(logits - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(2))
-    return torch.bmm(probability, x[..., :d_v]), lse, peak
+    return torch.exp(logits - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(2)), lse, peak
 
 
 def _segment_bytes(cache: CacheBytes, segment: Segment, ids: Tensor) -> Tensor:

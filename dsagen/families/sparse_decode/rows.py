@@ -26,7 +26,7 @@ class Encoding:
     `scaled_copies` copies of the probabilities carry the scales of as many groups of value dims, 0 where scales are
     applied elsewhere or there are none. `raw_keys`: keys become operands from their codes, not by plain matrix loads.
     `narrow_groups`: scores are scaled group by group, and groups have two matrix steps. `heavy_keys`: making operands
-    of keys takes most of a score warp's time.
+    of keys takes most of a score warp's time. `values_apart`: values are no part of the scored row but lie behind it.
     """
 
     template: str
@@ -36,6 +36,7 @@ class Encoding:
     narrow_groups: bool = False
     heavy_keys: bool = False
     lazy_threshold: float = LAZY_THRESHOLD
+    values_apart: bool = False
 
     @property
     def probability_copies(self) -> int:
@@ -44,7 +45,8 @@ class Encoding:
 
     def cpp(self, row: str) -> str:
         """The C++ type for a struct with the constants of a row."""
-        return f"{self.template}<{row}>"
+        plain = f"{self.template}<{row}>"
+        return f"kv::ValuesApart<{plain}>" if self.values_apart else plain
 
 
 @dataclass(frozen=True)
@@ -143,10 +145,12 @@ def encoding_of(record: KvFormat) -> Encoding | str:
         return Encoding("kv::Fp8Ue8m0Scale", "prims/kv/fp8_ue8m0_scale.cuh", narrow_groups=group_dims == 32)
     if values is E2M1 and kind is ScaleKind.E4M3 and group_dims == 16:
         return Encoding("kv::Fp4E4m3Scale", "prims/kv/fp4_e4m3_scale.cuh", heavy_keys=True)
+    apart = record.first_value > 0
+    plain = "prims/kv/plain_values_apart.cuh" if apart else "prims/kv/plain.cuh"
     if values is BF16 and kind is ScaleKind.NONE:
-        return Encoding("kv::Bf16", "prims/kv/plain.cuh", raw_keys=False)
+        return Encoding("kv::Bf16", plain, raw_keys=False, values_apart=apart)
     if values is FP16 and kind is ScaleKind.NONE:
-        return Encoding("kv::Fp16", "prims/kv/plain.cuh", raw_keys=False, lazy_threshold=F16_LAZY_THRESHOLD)
+        return Encoding("kv::Fp16", plain, raw_keys=False, lazy_threshold=F16_LAZY_THRESHOLD, values_apart=apart)
     return f"KV format {record.format_id}: {values.name} values with {kind.value} scales are not built"
 
 
