@@ -25,6 +25,7 @@ PREFIX = "DSAGEN_"
 MOST_HOST_THREADS = 1024
 LOG_LEVELS = ("quiet", "error", "warning", "info", "debug")
 LAUNCHERS = ("auto", "c", "python")
+SPARSE_DECODE_BODIES = ("mma_sync", "hopper")
 
 _LEAST_GIGABYTES, _MOST_GIGABYTES = 0.001, 1e6
 _TRUE = ("1", "true", "yes", "on")
@@ -209,6 +210,10 @@ def _parse_launcher(text: str) -> str:
     return _parse_choice(text, LAUNCHERS)
 
 
+def _parse_body(text: str) -> str:
+    return _parse_choice(text, SPARSE_DECODE_BODIES)
+
+
 def _parse_choice(text: str, choices: tuple[str, ...]) -> str:
     if text.lower() in choices:
         return text.lower()
@@ -302,6 +307,14 @@ LAUNCHER: Knob[str] = Knob(
     "What launches: 'c' the launcher in C, 'python' cuda-python, 'auto' the first that this machine can have.",
     _parse_launcher,
 )
+SPARSE_DECODE_BODY: Knob[str] = Knob(
+    "DSAGEN_SPARSE_DECODE_BODY",
+    "|".join(SPARSE_DECODE_BODIES),
+    "mma_sync",
+    "Body of sparse_decode's main kernels: 'hopper' where it is built (sm_90a, up to 32 heads in a CTA), 'mma_sync' "
+    "elsewhere. 'hopper' has not been measured.",
+    _parse_body,
+)
 DEBUG_SYNC: Knob[bool] = Knob(
     "DSAGEN_DEBUG_SYNC",
     "bool",
@@ -371,6 +384,7 @@ _KNOBS: tuple[Knob[Any], ...] = (
     LOG,
     LOG_DEST,
     LAUNCHER,
+    SPARSE_DECODE_BODY,
     DEBUG_SYNC,
     CHECK_INDICES,
     POISON_WORKSPACE,

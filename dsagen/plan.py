@@ -157,6 +157,11 @@ class KernelPlan:
         """The variant's symbol."""
         return self.variant.symbol
 
+    @property
+    def smem_align_bytes(self) -> int:
+        """Where shared memory begins: at a multiple of this."""
+        return max([128, *(field.align_bytes for field in self.smem)])
+
     def constant(self, name: str) -> int:
         """An integer constant by its C++ name."""
         return int(dict(self.constants)[name])

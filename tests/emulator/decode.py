@@ -53,16 +53,17 @@ class Kernel:
 
 
 @cache
-def main_kernel(fmt: str, heads_n: int, arch: str) -> Kernel:
+def main_kernel(fmt: str, heads_n: int, arch: str, body: str = "mma_sync", extra: str | None = None) -> Kernel:
     record = kv_format(fmt)
     axes = (
         ("kv", fmt),
+        *(() if extra is None else (("xkv", extra),)),
         ("dqk", record.d_qk),
         ("dv", record.d_v),
         ("n", heads_n),
         ("smem", arch_row(arch).smem_class),
     )
-    plan = plan_main(Variant(NAME, "main", "mma_sync", arch, axes))
+    plan = plan_main(Variant(NAME, "main", body, arch, axes))
     return Kernel(plan, ptx_of(plan))
 
 

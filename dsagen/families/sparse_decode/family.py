@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import TYPE_CHECKING
 
+from dsagen import knobs
 from dsagen.arch import MAX_REGISTERS_PER_THREAD, Arch
 from dsagen.arch import arch as arch_row
+from dsagen.families.sparse_decode import geometry as portable
+from dsagen.families.sparse_decode import hopper
 from dsagen.families.sparse_decode.geometry import (
     STAGE_TOKENS,
     Geometry,
     deal_heads,
-    fitting_geometry,
     heads_per_cta,
     most_heads,
-    probability_pitch_bytes,
-    query_pitch_bytes,
-    smem_fields,
 )
 from dsagen.families.sparse_decode.guards import ARGUMENT_GUARDS, DEAL_GUARD, LAUNCH_GUARDS, PLAN_GUARDS
 from dsagen.families.sparse_decode.params import COMBINE_PARAMS, main_params
-from dsagen.families.sparse_decode.rows import Caches, cache_rows
+from dsagen.families.sparse_decode.rows import Caches, Encoding, cache_rows
 from dsagen.family import Cell
 from dsagen.guard import Guard, check, failures
 from dsagen.kv_format import kv_format
@@ -31,8 +31,11 @@ if TYPE_CHECKING:
 NAME = "sparse_decode"
 BODY = "mma_sync"
 COMBINE_REGISTERS = 128
-_MAIN_BODY = "sparse_decode::MmaSync<Constants, SharedStorage, Encoding, RowCopy, Params>"
-_TWO_FORMATS_BODY = _MAIN_BODY.replace("Params>", "Params, ExtraEncoding, ExtraRowCopy>")
+# Name and header of each body of the main kernel.
+_BODIES = {
+    BODY: ("MmaSync", "sparse_decode/mma_sync.cuh"),
+    hopper.BODY: ("Hopper", "sparse_decode/hopper.cuh"),
+}
 _ROW, _EXTRA_ROW = "Constants", "sparse_decode::ExtraRow<Constants>"
 _ROW_COPY_HEADERS = {False: "prims/tile/copy_rows_async.cuh", True: "prims/tile/copy_rows_bulk.cuh"}
 # A plan guard's names in the generated unit; names that are not here are printed as numbers.
@@ -77,7 +80,9 @@ class SparseDecode:
         deal = failures([DEAL_GUARD], _deal(caches, spec, arch))
         if deal:
             return _refused(deal[0], arch)
-        main = Variant(NAME, "main", BODY, arch.name, main_axes(caches, heads_n, arch, spec.kv_heads > 1))
+        several = spec.kv_heads > 1
+        body = BODY if several else main_body(caches, heads_n, arch)
+        main = Variant(NAME, "main", body, arch.name, main_axes(caches, heads_n, arch, several))
         combine = Variant(NAME, "combine", "portable", arch.name, (("dv", caches.d_v),))
         return (Cell(NAME, "main", arch.name, main), Cell(NAME, "combine", arch.name, combine))
 
@@ -129,6 +134,12 @@ def variant_caches(variant: Variant) -> Caches:
     return caches
 
 
+def main_body(caches: Caches, heads_n: int, arch: Arch) -> str:
+    """The body that DSAGEN_SPARSE_DECODE_BODY asks for, where it takes these rows; else `mma_sync`."""
+    wanted = knobs.SPARSE_DECODE_BODY.get()
+    return hopper.BODY if wanted == hopper.BODY and hopper.takes(caches, heads_n, arch) else BODY
+
+
 def main_axes(
     caches: Caches, heads_n: int, arch: Arch, several_kv_heads: bool = False
 ) -> tuple[tuple[str, str | int], ...]:
@@ -152,8 +163,9 @@ def plan_main(variant: Variant, geometry: Geometry | None = None) -> KernelPlan:
     """The main kernel's plan; `geometry` overrides the preferred one (for measuring others)."""
     arch, caches = arch_row(variant.arch), variant_caches(variant)
     heads_n = variant.axis_int("n")
-    chosen = geometry or fitting_geometry(caches, heads_n, arch) or Geometry(heads_n, 32, 2)
-    fields, smem_bytes = smem_fields(caches, chosen)
+    module: ModuleType = hopper if variant.body == hopper.BODY else portable
+    chosen = geometry or module.fitting_geometry(caches, heads_n, arch) or Geometry(heads_n, 32, 2)
+    fields, smem_bytes = module.smem_fields(caches, chosen)
     has_part, has_extra = caches.main.part_bytes > 0, caches.extra is not None
     extra_has_part = caches.extra is not None and caches.extra.part_bytes > 0
     kv_heads = has_kv_heads(variant)
@@ -182,8 +194,8 @@ def plan_main(variant: Variant, geometry: Geometry | None = None) -> KernelPlan:
     check(PLAN_GUARDS, values, variant.slug)
     return KernelPlan(
         variant=variant,
-        constants=_main_constants(caches, chosen, registers_cap),
-        types=_main_types(caches, chosen, kv_heads),
+        constants=_main_constants(caches, chosen, registers_cap, module),
+        types=_main_types(caches, chosen, variant.body, kv_heads),
         threads=threads,
         min_blocks_per_sm=1,
         registers_cap=registers_cap,
@@ -214,26 +226,33 @@ def moved_registers(geometry: Geometry) -> int:
     return 32 * (value * geometry.value_warps + score * geometry.score_warps + producer * producers)
 
 
-def _main_types(caches: Caches, g: Geometry, kv_heads: bool) -> tuple[TypeAlias, ...]:
-    copy = _ROW_COPY_HEADERS[g.bulk]
+def _main_types(caches: Caches, g: Geometry, body: str, kv_heads: bool) -> tuple[TypeAlias, ...]:
+    def encoding(name: str, encoding: Encoding, row: str) -> TypeAlias:
+        if body == hopper.BODY:
+            return TypeAlias(name, *hopper.operands(encoding, row))
+        return TypeAlias(name, encoding.cpp(row), encoding.header)
+
     types = [
-        TypeAlias("Encoding", caches.main.encoding.cpp(_ROW), caches.main.encoding.header),
-        TypeAlias("RowCopy", f"tile::RowCopy<{_ROW}>", copy),
+        encoding("Encoding", caches.main.encoding, _ROW),
+        TypeAlias("RowCopy", f"tile::RowCopy<{_ROW}>", _ROW_COPY_HEADERS[g.bulk]),
     ]
     if caches.extra is not None and caches.two_formats:
         types += [
-            TypeAlias("ExtraEncoding", caches.extra.encoding.cpp(_EXTRA_ROW), caches.extra.encoding.header),
+            encoding("ExtraEncoding", caches.extra.encoding, _EXTRA_ROW),
             TypeAlias("ExtraRowCopy", f"tile::RowCopy<{_EXTRA_ROW}>", "sparse_decode/source.cuh"),
         ]
-    body = _TWO_FORMATS_BODY if caches.two_formats else _MAIN_BODY
+    name, header = _BODIES[body]
+    extra = ", ExtraEncoding, ExtraRowCopy" if caches.two_formats else ""
+    cpp = f"sparse_decode::{name}<Constants, SharedStorage, Encoding, RowCopy, Params{extra}>"
     if not kv_heads:
-        return (*types, TypeAlias("Body", body, "sparse_decode/mma_sync.cuh"))
-    types.append(TypeAlias("OneKvHead", body, "sparse_decode/mma_sync.cuh"))
+        return (*types, TypeAlias("Body", cpp, header))
     around = "sparse_decode::OfKvHead<Constants, SharedStorage, OneKvHead, Params>"
-    return (*types, TypeAlias("Body", around, "sparse_decode/kv_heads.cuh"))
+    return (*types, TypeAlias("OneKvHead", cpp, header), TypeAlias("Body", around, "sparse_decode/kv_heads.cuh"))
 
 
-def _main_constants(caches: Caches, g: Geometry, registers: int) -> tuple[tuple[str, int | float], ...]:
+def _main_constants(
+    caches: Caches, g: Geometry, registers: int, body: ModuleType
+) -> tuple[tuple[str, int | float], ...]:
     return (
         ("kTileTokens", g.tile_tokens),
         ("kStageTokens", STAGE_TOKENS),
@@ -253,8 +272,8 @@ def _main_constants(caches: Caches, g: Geometry, registers: int) -> tuple[tuple[
         *caches.main.constants(),
         *(caches.extra.constants("kExtra") if caches.extra is not None and caches.two_formats else ()),
         ("kValueDims", caches.d_v),
-        ("kQueryPitchBytes", query_pitch_bytes(caches.d_qk)),
-        ("kProbabilityPitchBytes", probability_pitch_bytes(g.heads_n)),
+        ("kQueryPitchBytes", body.query_pitch_bytes(caches.d_qk)),
+        ("kProbabilityPitchBytes", body.probability_pitch_bytes(g.heads_n)),
         ("kLazyThreshold", min(rows.encoding.lazy_threshold for rows in caches.each)),
     )
 

@@ -61,44 +61,44 @@ def query_pitch_bytes(d_qk: int) -> int:
 def smem_fields(caches: Caches, geometry: Geometry) -> tuple[tuple[SmemField, ...], int]:
     """Members of the shared-memory struct with offsets, and its size in bytes."""
     g = geometry
-    block_groups = g.tile_tokens // MMA_TOKENS // g.warp_blocks
     query = (g.heads_n, query_pitch_bytes(caches.d_qk))
     extra_query = (SmemField("extra_query", "u8", query, "the same in the order of the second cache's rows"),)
+    probability = (g.probability_buffers, caches.probability_copies, g.tile_tokens, probability_pitch_bytes(g.heads_n))
+    note = "16-bit probabilities [token][head], one copy per scale group that they carry"
+    common = common_fields(caches, g, g.tile_tokens // MMA_TOKENS // g.warp_blocks)
+    barriers = sum(field.ctype == "u64" for field in common)
     return lay_out_smem(
         (
-            SmemField("landed", "u64", (g.stages,), "barriers: the rows of a stage have arrived"),
-            SmemField("freed", "u64", (g.stages,), "barriers: score and value warps are done with a stage"),
-            SmemField("filled", "u64", (g.probability_buffers,), "barriers: the probabilities of a tile are complete"),
-            SmemField("drained", "u64", (g.probability_buffers,), "barriers: the value warps are done with them"),
-            SmemField("finished", "u64", (1,), "barrier: the output factors are complete"),
-            SmemField(
-                "addresses",
-                "u64",
-                (g.producers, caches.address_parts * STAGE_TOKENS),
-                "row addresses of the stage being started",
-            ),
+            *common[:barriers],
             SmemField("query", "u8", query, "query image, one row per head"),
             *(extra_query if caches.two_formats else ()),
             SmemField("rows", "u8", (g.stages, STAGE_TOKENS, caches.pitch_bytes), "ring of raw cache rows", 128),
-            SmemField(
-                "probability",
-                "u8",
-                (
-                    g.probability_buffers,
-                    caches.probability_copies,
-                    g.tile_tokens,
-                    probability_pitch_bytes(g.heads_n),
-                ),
-                "16-bit probabilities [token][head], one copy per scale group that they carry",
-                128,
-            ),
-            SmemField("valid", "u32", (g.stages,), "masks of a stage's rows with a valid id"),
-            SmemField("raised", "u32", (g.probability_buffers,), "whether O shrinks before the tile is added"),
-            SmemField("shrink", "float", (g.probability_buffers, g.heads_n), "by how much"),
-            SmemField("head_scale", "float", (g.heads_n, 2), "logit factor and softmax reference of a head"),
-            SmemField("head_value", "float", (g.heads_n,), "at the end: output factor of a head"),
-            SmemField("block_value", "float", (block_groups, g.heads_n), "per score group: column maximum, later sum"),
+            SmemField("probability", "u8", probability, note, 128),
+            *common[barriers:],
         )
+    )
+
+
+def common_fields(caches: Caches, geometry: Geometry, block_groups: int) -> tuple[SmemField, ...]:
+    """What every body has beside its rows and operands: barriers and addresses, then what warps tell each other.
+
+    `block_groups`: how many score warps have tokens of their own.
+    """
+    g = geometry
+    addresses = (g.producers, caches.address_parts * STAGE_TOKENS)
+    return (
+        SmemField("landed", "u64", (g.stages,), "barriers: the rows of a stage have arrived"),
+        SmemField("freed", "u64", (g.stages,), "barriers: score and value warps are done with a stage"),
+        SmemField("filled", "u64", (g.probability_buffers,), "barriers: the probabilities of a tile are complete"),
+        SmemField("drained", "u64", (g.probability_buffers,), "barriers: the value warps are done with them"),
+        SmemField("finished", "u64", (1,), "barrier: the output factors are complete"),
+        SmemField("addresses", "u64", addresses, "row addresses of the stage being started"),
+        SmemField("valid", "u32", (g.stages,), "masks of a stage's rows with a valid id"),
+        SmemField("raised", "u32", (g.probability_buffers,), "whether O shrinks before the tile is added"),
+        SmemField("shrink", "float", (g.probability_buffers, g.heads_n), "by how much"),
+        SmemField("head_scale", "float", (g.heads_n, 2), "logit factor and softmax reference of a head"),
+        SmemField("head_value", "float", (g.heads_n,), "at the end: output factor of a head"),
+        SmemField("block_value", "float", (block_groups, g.heads_n), "per score group: column maximum, later sum"),
     )
 
 

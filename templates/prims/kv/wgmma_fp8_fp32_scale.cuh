@@ -1,0 +1,99 @@
+// As fp8_fp32_scale.cuh for warpgroup products: keys and values are their A operands, made in registers from the raw bytes;
+// B operands are the query image and the probabilities in shared memory.
+#pragma once
+#include "prims/kv/fp8_fp32_scale.cuh"
+#include "prims/kv/wgmma_scores.cuh"
+#include "prims/ptx/wgmma.cuh"
+#include "prims/tile/operand_image.cuh"
+
+namespace kv {
+
+template <class C>
+struct WgmmaFp8Fp32Scale : Fp8Fp32Scale<C> {
+  using Base = Fp8Fp32Scale<C>;
+  using Image = tile::OperandImage<C::kHeads>;
+
+  // Eight bf16 q values of dims 8 chunk.. -> query image, times `factor` (a power of two), in the order of Base::query_byte.
+  static DSA_DEVICE void stage_query(u32 image_row, int chunk, Words4 q, float factor) {
+    const u32 words[4] = {q.x, q.y, q.z, q.w};
+    const int dim = 8 * chunk;
+    u32 packed[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float low = ptx::float_of(words[i] << 16) * factor, high = ptx::float_of(words[i] & 0xffff0000u) * factor;
+      packed[i] = dim < C::kNopeDims ? ptx::pack_f16(low, high) : ptx::pack_bf16(low, high);
+    }
+    if (dim < C::kNopeDims) {
+      const int byte = Base::query_byte(dim);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) ptx::store_shared_4(Image::unit(image_row, byte / 16 + i) + byte % 16, packed[i]);
+    } else {
+      ptx::store_shared_16(Image::unit(image_row, chunk), Words4{packed[0], packed[1], packed[2], packed[3]});
+    }
+  }
+
+  // A warp's 16 tokens, a unit per scale group.
+  struct Keys {
+    static constexpr int kUnits = Base::kGroups, kSteps = Base::kGroupDims / 16, kDepth = 2;
+    static_assert(kUnits == 4 && C::kNopeDims % 16 == 0);
+    u32 row;  // this lane's 32 B of group 0 in token lane / 4
+    float scales[2][kUnits];
+
+    DSA_DEVICE Keys(u32 rows, int lane) : row(rows + (lane / 4) * C::kRowPitchBytes + 32 * (lane % 4)) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const Words4 w = ptx::load_shared_16(rows + (lane / 4 + 8 * half) * C::kRowPitchBytes + C::kNopeDims);
+        scales[half][0] = ptx::float_of(w.x) * kKeyScale, scales[half][1] = ptx::float_of(w.y) * kKeyScale;
+        scales[half][2] = ptx::float_of(w.z) * kKeyScale, scales[half][3] = ptx::float_of(w.w) * kKeyScale;
+      }
+    }
+
+    // Word `step` of the lane's 32 B feeds that step.
+    DSA_DEVICE void load(u32 (&a)[kSteps][4], int group) const {
+      const u32 at = row + Base::kGroupDims * group;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const Words4 x = ptx::load_shared_16(at + 16 * half), y = ptx::load_shared_16(at + 8 * C::kRowPitchBytes + 16 * half);
+        const u32 low[4] = {x.x, x.y, x.z, x.w}, high[4] = {y.x, y.y, y.z, y.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          key_pairs(low[i], a[4 * half + i][0], a[4 * half + i][2]);
+          key_pairs(high[i], a[4 * half + i][1], a[4 * half + i][3]);
+        }
+      }
+    }
+
+    template <bool kAdd, int kTiles>
+    static DSA_DEVICE void multiply(float (&d)[kTiles][4], const u32 (&a)[4], u64 b) {
+      ptx::Wgmma<kAdd, kTiles>::f16(d, a, b);
+    }
+
+    template <int kTiles>
+    DSA_DEVICE void add(float (&s)[kTiles][4], const float (&acc)[kTiles][4], int group) const {
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s[j][i] = acc[j][i] * scales[i / 2][group] + s[j][i];
+    }
+  };
+
+  // s[j] = scores of the warp's 16 tokens, rows at `rows`, against head tile j of the query image. The four warps of a
+  // warpgroup call together, each for its own tokens.
+  template <int kTiles>
+  static DSA_DEVICE void score(float (&s)[kTiles][4], u32 rows, u64 query, int lane) {
+    if constexpr (C::kRopeDims > 0) {
+      start_bf16_scores<Image, C::kNopeDims / 16, C::kRopeDims / 16, C::kRowPitchBytes>(s, rows + C::kRopeOffsetBytes, query, lane);
+    } else {
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) s[j][0] = s[j][1] = s[j][2] = s[j][3] = 0.0f;
+    }
+    add_unit_scores<Image>(s, Keys(rows, lane), query);
+  }
+
+  template <int kTiles>
+  static DSA_DEVICE void add_values(float (&d)[kTiles][4], const u32 (&a)[4], u64 b) {
+    ptx::Wgmma<true, kTiles>::bf16(d, a, b);
+  }
+};
+
+}  // namespace kv

@@ -1,0 +1,87 @@
+// S^T = K Q^T by warpgroup products of keys that are made in registers, unit by unit.
+#pragma once
+#include "prims/ptx/memory.cuh"
+#include "prims/ptx/wgmma.cuh"
+#include "prims/tile/operand_image.cuh"
+
+namespace kv {
+
+// s[j] = products of kSteps x 16 bf16 dims of the warp's 16 tokens, rows at `rows`, with head tile j of the query image from
+// step kFirst on, all in their natural order. A group of its own, not waited for.
+template <class Image, int kFirst, int kSteps, int kPitch, int kTiles>
+DSA_DEVICE void start_bf16_scores(float (&s)[kTiles][4], u32 rows, u64 query, int lane) {
+  const u32 key = rows + (lane % 16) * kPitch + (lane / 16) * 16;
+  u32 a[kSteps][4];
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    const Words4 w = ptx::load_matrix_x4(key + 32 * step);
+    a[step][0] = w.x, a[step][1] = w.y, a[step][2] = w.z, a[step][3] = w.w;
+  }
+  ptx::wgmma_fence();
+  ptx::Wgmma<false, kTiles>::bf16(s, a[0], Image::step(query, kFirst));
+#pragma unroll
+  for (int step = 1; step < kSteps; ++step) ptx::Wgmma<true, kTiles>::bf16(s, a[step], Image::step(query, kFirst + step));
+  ptx::wgmma_commit();
+}
+
+// s += scores of the units of `keys`. Each has kSteps k steps and sums of its own, which `add` scales and adds; kDepth units
+// are on their way at once, so that the keys of one are made while those before it are multiplied. Products into s that
+// were started before are waited for.
+template <class Image, class Keys, int kTiles>
+DSA_DEVICE void add_unit_scores(float (&s)[kTiles][4], const Keys& keys, u64 query) {
+  constexpr int kDepth = Keys::kDepth, kUnits = Keys::kUnits, kSteps = Keys::kSteps;
+  static_assert(kDepth >= 2 && kUnits >= kDepth);
+  u32 a[kDepth][kSteps][4];
+  float acc[kDepth][kTiles][4];
+  keys.load(a[0], 0);
+#pragma unroll
+  for (int unit = 0; unit < kUnits; ++unit) {
+    const int own = unit % kDepth, oldest = unit - (kDepth - 1);
+    ptx::wgmma_fence();
+    Keys::template multiply<false>(acc[own], a[own][0], Image::step(query, kSteps * unit));
+#pragma unroll
+    for (int step = 1; step < kSteps; ++step)
+      Keys::template multiply<true>(acc[own], a[own][step], Image::step(query, kSteps * unit + step));
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<kDepth - 1>();
+    if (oldest == 0) ptx::hold(s);
+    if (oldest >= 0) {
+      ptx::hold(acc[oldest % kDepth]);
+      keys.add(s, acc[oldest % kDepth], oldest);
+    }
+    if (unit + 1 < kUnits) keys.load(a[(unit + 1) % kDepth], unit + 1);
+  }
+  ptx::wgmma_wait<0>();
+#pragma unroll
+  for (int unit = kUnits - kDepth + 1; unit < kUnits; ++unit) {
+    ptx::hold(acc[unit % kDepth]);
+    keys.add(s, acc[unit % kDepth], unit);
+  }
+}
+
+// s = scores of the units of `keys`, which need no scales any more.
+template <class Image, class Keys, int kTiles>
+DSA_DEVICE void plain_unit_scores(float (&s)[kTiles][4], const Keys& keys, u64 query) {
+  constexpr int kUnits = Keys::kUnits, kSteps = Keys::kSteps;
+  u32 a[2][kSteps][4];
+  keys.load(a[0], 0);
+#pragma unroll
+  for (int unit = 0; unit < kUnits; ++unit) {
+    ptx::wgmma_fence();
+    if (unit == 0) {
+      Keys::template multiply<false>(s, a[0][0], Image::step(query, 0));
+    } else {
+      Keys::template multiply<true>(s, a[unit % 2][0], Image::step(query, kSteps * unit));
+    }
+#pragma unroll
+    for (int step = 1; step < kSteps; ++step)
+      Keys::template multiply<true>(s, a[unit % 2][step], Image::step(query, kSteps * unit + step));
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<1>();
+    if (unit + 1 < kUnits) keys.load(a[(unit + 1) % 2], unit + 1);
+  }
+  ptx::wgmma_wait<0>();
+  ptx::hold(s);
+}
+
+}  // namespace kv
