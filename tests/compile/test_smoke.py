@@ -15,6 +15,7 @@ from dsagen.families.kv_cache import family as kv_cache
 from dsagen.families.kv_cache.family import cache_axes
 from dsagen.families.kv_cache.geometry import ROW_TYPES
 from dsagen.families.sparse_decode import family as decode
+from dsagen.families.sparse_decode import hopper
 from dsagen.families.sparse_decode.geometry import fitting_geometry
 from dsagen.families.sparse_decode.rows import Caches
 from dsagen.kv_format import KV_FORMATS
@@ -121,6 +122,24 @@ def test_kernels_of_several_kv_heads_compile_as_planned(arch: str, request: pyte
         axes = decode.main_axes(found, heads_n, ARCHS[arch], several_kv_heads=True)
         plans.append(decode.plan_main(Variant(decode.NAME, "main", decode.BODY, arch, axes)))
     require_as_planned(tuple(plans), arch)
+
+
+@pytest.mark.parametrize("formats", CACHES, ids=lambda formats: "-".join(filter(None, formats)))
+def test_the_hopper_body_compiles_as_planned(formats: tuple[str, str | None], request: pytest.FixtureRequest) -> None:
+    """Every third format with one head count in turn; --all-mutants takes all of both."""
+    turn, arch = CACHES.index(formats), ARCHS["sm_90a"]
+    everything = request.config.getoption("--all-mutants")
+    if not everything and turn % 3 != 2:
+        pytest.skip("this format has no turn; --all-mutants takes all")
+    found = decode.caches_of(*formats)
+    assert isinstance(found, Caches)
+    counts = [n for n in range(8, hopper.MAX_HEADS + 1, 8) if hopper.takes(found, n, arch)]
+    assert counts or found.d_v != 512
+    variants = [
+        Variant(decode.NAME, "main", hopper.BODY, arch.name, decode.main_axes(found, heads_n, arch))
+        for heads_n in (counts if everything else counts[turn % 4 : turn % 4 + 1])
+    ]
+    require_as_planned(tuple(decode.plan_main(variant) for variant in variants), arch.name)
 
 
 @pytest.mark.parametrize("scores", ["fp32", "bf16"])
