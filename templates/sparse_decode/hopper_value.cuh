@@ -27,6 +27,7 @@ struct HopperValue {
   static constexpr int kPlainDims = Encoding::kPlainValueDims;
   static_assert(kSameType<Encoding, ExtraEncoding> || (kCopies == 1 && ExtraEncoding::kProbabilityCopies == 1));
   static_assert(kPlainDims == ExtraEncoding::kPlainValueDims);
+  static_assert(kPieces <= 2, "the operands of all pieces are in registers at once");
   static_assert(kCopies == 1 || kCopies % kGroups == 0, "a warpgroup's dims are those of whole copies");
   static_assert(kPieceDims % (16 * Encoding::kBlocksPerLoad) == 0);
   static_assert(kPlainDims == 0 || (kPieces == 1 && kPlainDims % kPieceDims == 0), "a warp's dims are all quantised or all plain");
@@ -89,7 +90,7 @@ struct HopperValue {
   DSA_DEVICE void accumulate(int& slot, u32& parity, int buffer) {
     const u32 copies = ptx::shared_address(shared.probability[buffer]) +
                        group * kPieces * (kCopies > 1 ? tile::OperandImage<C::kHeads>::kPieceBytes : 0);
-    u32 a[2][kStageSteps][kPieceBlocks][4];
+    u32 a[kPieces][kStageSteps][kPieceBlocks][4];
 #pragma unroll
     for (int stage = 0; stage < kTileStages; ++stage) {
       ptx::mbarrier_wait(ptx::shared_address(&shared.landed[slot]), parity);
@@ -98,10 +99,10 @@ struct HopperValue {
       if (live) {
 #pragma unroll
         for (int piece = 0; piece < kPieces; ++piece) {
-          load<E>(a[piece % 2], rows, piece);
-          multiply<E>(a[piece % 2], ptx::swizzled_operand(copies + piece * tile::OperandImage<C::kHeads>::kPieceBytes), stage, piece);
-          if (piece > 0 && piece + 1 < kPieces) ptx::wgmma_wait<1>();  // before its registers are made anew
+          load<E>(a[piece], rows, piece);
+          multiply<E>(a[piece], ptx::swizzled_operand(copies + piece * tile::OperandImage<C::kHeads>::kPieceBytes), stage, piece);
         }
+        ptx::wgmma_commit();
         ptx::wgmma_wait<0>();
         hold_output();
       }
@@ -151,7 +152,6 @@ struct HopperValue {
       for (int block = 0; block < kPieceBlocks; ++block)
         E::add_values(output[piece * kPieceBlocks + block], a[k][block],
                       tile::OperandImage<C::kHeads>::step(copy, stage * kStageSteps + k));
-    ptx::wgmma_commit();
   }
 
   DSA_DEVICE void hold_output() {

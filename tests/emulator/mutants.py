@@ -144,15 +144,20 @@ def changed_texts(ptx: str) -> Iterator[Changed]:
     """Every change of a PTX text, in its order."""
     for site in _sites(ptx):
         for change, text in site.changed:
-            start = site.text_start if text else site.start
-            yield Changed(ptx[:start] + text + ptx[site.end :], change, site.instruction, site.text_start)
+            yield Changed(_changed(ptx, site, text), change, site.instruction, site.text_start)
+
+
+def _changed(ptx: str, site: _Site, text: str) -> str:
+    """The text with another statement at the site; a guard goes with a statement that goes."""
+    return ptx[: site.text_start if text else site.start] + text + ptx[site.end :]
 
 
 def mutants(kernel: Kernel) -> list[Mutant]:
     """Every mutant of a kernel, in the order of its text.
 
     They share one text, in which an argument more says which of them it is, 0 none: to read a text takes longer than
-    to run it.
+    to run it. What orders warpgroup products is looked at before anything runs, on every way through the text, so
+    those mutants have texts of their own.
     """
     source = render(kernel.plan).text.splitlines()
     copies = Counter[tuple[str, tuple[int, ...]]]()
@@ -162,13 +167,19 @@ def mutants(kernel: Kernel) -> list[Mutant]:
         lines = _calls(kernel.ptx, site.start)
         calls, ahead = (tuple(source[line - back].strip() for line in lines) for back in (1, 2))
         number = kernel.ptx.count("\n", 0, site.start) + 1
-        pieces += [kernel.ptx[at : site.start], _choice(site, len(found) + 1)]
-        at = site.end
-        for change, _ in site.changed:
-            found.append(Mutant(kernel, change, site.instruction, calls, ahead, number, copies[change, lines]))
+        alone = site.instruction.startswith("wgmma.")
+        if not alone:
+            pieces += [kernel.ptx[at : site.start], _choice(site, len(found) + 1)]
+            at = site.end
+        for change, text in site.changed:
+            changed = replace(kernel, ptx=_changed(kernel.ptx, site, text)) if alone else kernel
+            found.append(Mutant(changed, change, site.instruction, calls, ahead, number, copies[change, lines]))
             copies[change, lines] += 1
-    text = _with_argument("".join(pieces) + kernel.ptx[at:])
-    return [replace(mutant, kernel=replace(kernel, ptx=text, choice=n + 1)) for n, mutant in enumerate(found)]
+    shared = _with_argument("".join(pieces) + kernel.ptx[at:])
+    return [
+        replace(mutant, kernel=replace(kernel, ptx=shared, choice=n + 1)) if mutant.kernel is kernel else mutant
+        for n, mutant in enumerate(found)
+    ]
 
 
 def _choice(site: _Site, first: int) -> str:

@@ -25,6 +25,8 @@ from dsagen.check.cases import DecodeCase, ExtraCase, Values
 from dsagen.check.indexer_cases import Lengths, LogitsCase
 from dsagen.errors import EmulatorError
 from dsagen.families.kv_cache.reference import convert_reference, read_reference, write_reference
+from dsagen.families.sparse_decode import family as decode_family
+from dsagen.families.sparse_decode import hopper
 from dsagen.families.topk.family import COUNT, SELECT, split_variants
 from dsagen.family import families, family_of_op
 from dsagen.kv_format import kv_format
@@ -34,6 +36,10 @@ from dsagen.spec import load_spec, shipped_specs
 ARCHS = ("sm_90a", "sm_80")
 # Axes that make a kernel larger and no different: the smallest that takes the cases below stands for all.
 _SIZES = ("n", "smem", "threads")
+
+
+# What the hopper body of sparse decode, which no spec asks for by itself, is tried on.
+_WARPGROUP_ROWS = (("v32", None), ("v41_interleaved", "v41_fp4_interleaved"))
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,19 @@ def variants() -> dict[str, Variant]:
             old = smallest.get(key)
             if old is None or _sizes(variant) < _sizes(old):
                 smallest[key] = variant
-    return {variant.slug: variant for variant in smallest.values()}
+    found = list(smallest.values())
+    return {variant.slug: variant for variant in (*found, *map(_with_warpgroups, filter(_shows_warpgroups, found)))}
+
+
+def _shows_warpgroups(variant: Variant) -> bool:
+    """Whether this is a main kernel whose like with warpgroup products is tried, too: one and two formats of rows."""
+    axes = dict(variant.axes)
+    pair = (axes.get("kv"), axes.get("xkv"))
+    return variant.body == decode_family.BODY and variant.arch == "sm_90a" and pair in _WARPGROUP_ROWS
+
+
+def _with_warpgroups(variant: Variant) -> Variant:
+    return replace(variant, body=hopper.BODY)
 
 
 def _sizes(variant: Variant) -> list[int]:

@@ -7,7 +7,7 @@
 namespace kv {
 
 // s[j] = products of kSteps x 16 bf16 dims of the warp's 16 tokens, rows at `rows`, with head tile j of the query image from
-// step kFirst on, all in their natural order. A group of its own, not waited for.
+// step kFirst on, all in their natural order. They join the next group.
 template <class Image, int kFirst, int kSteps, int kPitch, int kTiles>
 DSA_DEVICE void start_bf16_scores(float (&s)[kTiles][4], u32 rows, u64 query, int lane) {
   const u32 key = rows + (lane % 16) * kPitch + (lane / 16) * 16;
@@ -21,12 +21,11 @@ DSA_DEVICE void start_bf16_scores(float (&s)[kTiles][4], u32 rows, u64 query, in
   ptx::Wgmma<false, kTiles>::bf16(s, a[0], Image::step(query, kFirst));
 #pragma unroll
   for (int step = 1; step < kSteps; ++step) ptx::Wgmma<true, kTiles>::bf16(s, a[step], Image::step(query, kFirst + step));
-  ptx::wgmma_commit();
 }
 
 // s += scores of the units of `keys`. Each has kSteps k steps and sums of its own, which `add` scales and adds; kDepth units
 // are on their way at once, so that the keys of one are made while those before it are multiplied. Products into s that
-// were started before are waited for.
+// were started before and not committed are of the first one's group.
 template <class Image, class Keys, int kTiles>
 DSA_DEVICE void add_unit_scores(float (&s)[kTiles][4], const Keys& keys, u64 query) {
   constexpr int kDepth = Keys::kDepth, kUnits = Keys::kUnits, kSteps = Keys::kSteps;
@@ -43,9 +42,9 @@ DSA_DEVICE void add_unit_scores(float (&s)[kTiles][4], const Keys& keys, u64 que
     for (int step = 1; step < kSteps; ++step)
       Keys::template multiply<true>(acc[own], a[own][step], Image::step(query, kSteps * unit + step));
     ptx::wgmma_commit();
-    ptx::wgmma_wait<kDepth - 1>();
-    if (oldest == 0) ptx::hold(s);
     if (oldest >= 0) {
+      ptx::wgmma_wait<kDepth - 1>();
+      if (oldest == 0) ptx::hold(s);
       ptx::hold(acc[oldest % kDepth]);
       keys.add(s, acc[oldest % kDepth], oldest);
     }
@@ -77,7 +76,7 @@ DSA_DEVICE void plain_unit_scores(float (&s)[kTiles][4], const Keys& keys, u64 q
     for (int step = 1; step < kSteps; ++step)
       Keys::template multiply<true>(s, a[unit % 2][step], Image::step(query, kSteps * unit + step));
     ptx::wgmma_commit();
-    ptx::wgmma_wait<1>();
+    if (unit > 0) ptx::wgmma_wait<1>();  // before its registers are made anew
     if (unit + 1 < kUnits) keys.load(a[(unit + 1) % 2], unit + 1);
   }
   ptx::wgmma_wait<0>();
