@@ -231,6 +231,7 @@ void exit_lanes(Warp& w, const Ins&, u32 mask) {
   w.stop = true;
   w.cta->progress++;
   recheck_barriers(*w.cta);
+  leave_cta(w, mask);
 }
 
 void nothing(Warp&, const Ins&, u32) {}
