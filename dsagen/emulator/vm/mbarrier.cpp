@@ -13,6 +13,7 @@ struct Mbarrier {
 };
 constexpr i32 kByteBias = 1 << 22;
 constexpr u32 kMostArrivals = (1u << 20) - 1;
+constexpr i32 kMostBytes = (1 << 20) - 1;
 // Flags of arrivals and waits: that they order nothing; that they do so beyond the CTA; and that they reach one.
 enum Flag : u32 { kRelaxedFlag = 1, kClusterScope = 2, kAnyCta = 4 };
 // What an arrival does besides, in its imm.
@@ -49,7 +50,8 @@ Cta& mbarrier_owner(Warp& w, const Ins& i, u32 address, const char* what) {
 
 // Stores the barrier, and turns its phase where nothing is pending any more.
 void settle(Cta& cta, u32 address, u8* at, Mbarrier b) {
-  if (b.bytes <= -kByteBias || b.bytes >= kByteBias) fail("mbarrier: %d announced bytes are out of range", b.bytes);
+  if (b.bytes < -kMostBytes || b.bytes > kMostBytes)
+    fail("mbarrier: %d announced bytes are out of range, which is %d at most", b.bytes, kMostBytes);
   if (b.pending == 0 && b.bytes == 0) {
     b.phase ^= 1, b.pending = b.expected;
     MbarrierClocks& clocks = cta.mbarriers[address];
