@@ -38,7 +38,7 @@ _CLASSES = tuple(
         ("branch", r"bra|brx|exit|call|ret|trap|unknown|misuse"),
         ("cvt", r"cvt_\w+"),
         ("fp", r"\w+_(f16|bf16)(x2)?|\w+_f(32|64)|testp_\w+"),
-        ("other", r"nothing|aligned_nothing|pause|clock"),
+        ("other", r"nothing|set_registers|pause|clock"),
         (
             "alu",
             r"(add|sub|mul|mad|div|rem|min|max|abs|neg|not|and|or|xor|shl|shr|mov|selp|setp|set|popc|clz|brev|bfind|bfe"

@@ -189,7 +189,7 @@ _ASYNC = (
     _rule(r"(?:fence(?:\.(?:sc|acq_rel))?|membar)\.(?:cluster|gpu|gl|sys)", "fence", "", 1),
     _rule(r"griddepcontrol\.launch_dependents", "nothing", ""),
     _rule(r"griddepcontrol\.wait", "grid_wait", ""),
-    _rule(r"setmaxnreg\.(?:inc|dec)\.sync\.aligned\.u32", "aligned_nothing", "-"),
+    _rule(r"setmaxnreg\.(?:inc|dec)\.sync\.aligned\.u32", "set_registers", "i"),
     _rule(r"prefetch[\w.:]*|discard[\w.:]*|applypriority[\w.:]*", "nothing", "- -?"),
 )
 

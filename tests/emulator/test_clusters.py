@@ -309,12 +309,7 @@ def test_reductions_that_complete_on_a_barrier(operation: str, kind: str) -> Non
     body += "selp.u32 %r3, 64, 32, %p2; cvt.u64.u32 %d5, %r3;"
     body += "@%p1 red.async.relaxed.cluster.shared::cluster.mbarrier::complete_tx::bytes"
     body += f".{operation}.{kind} [%r5], {value}, [%r6];"
-    body += (
-        "setp.ne.u32 %p4, %r11, 0; @%p4 bra DONE;"
-        + WAIT.format(n=0, order="")
-        + "ld.shared.u32 %r9, [%r1]; DONE:"
-        + MEET
-    )
+    body += "setp.ne.u32 %p4, %r11, 0; @%p4 bra DONE;" + FAR_WAIT + "ld.shared.u32 %r9, [%r1]; DONE:" + MEET
     want = {
         "add": 101,
         "min": 5,
@@ -357,7 +352,7 @@ def test_copies_from_one_cta_to_another(seed: int) -> None:
 def test_reductions_into_another_cta(operation: str, kind: str) -> None:
     exchange = EXCHANGE.replace("cp.async", "cp.reduce.async").replace("::bytes", f"::bytes.{operation}.{kind}")
     body = SEND.replace(EXCHANGE, exchange).replace("fence.proxy", "st.shared.u32 [%r2+256], 9; fence.proxy")
-    found = run(body + WAIT.format(n=0, order="") + "ld.shared.u32 %r9, [%r2+256];" + MEET + OUT)
+    found = run(body + FAR_WAIT + "ld.shared.u32 %r9, [%r2+256];" + MEET + OUT)
     of = {"add": lambda a: a + 9, "inc": lambda a: 10, "dec": lambda a: 8, "min": lambda a: min(a, 9)}
     of |= {"max": lambda a: max(a, 9), "and": lambda a: a & 9, "or": lambda a: a | 9, "xor": lambda a: a ^ 9}
     assert found == [[of[operation](n) for n in range(first, first + 32)] for first in (132, 100)]

@@ -127,7 +127,8 @@ void atom(Warp& w, const Ins& i, u32 mask) {
     const int l = __builtin_ctz(m);
     const u64 address = address_of(w, i, x[1], l);
     u8* at = atomic_access(w, i, address, bytes, l);
-    const bool shared = a.space == kShared || a.space == kCluster || (a.space == kGeneric && (address & ~(kWindowBytes - 1)) == kSharedWindow);
+    const bool shared = a.space == kShared || a.space == kCluster ||
+                        (a.space == kGeneric && (address & ~(kWindowBytes - 1)) == kSharedWindow);
     const auto guard = w.cta->order.hold(!shared);
     order_atomic(w, i, address, l);
     u8 before[32];

@@ -74,6 +74,13 @@ void store(Cta& cta, BulkWork& work) {
   });
 }
 
+// The agent of the mbarrier that what the work does is of.
+u32 agent_of(const Cta& cta, const BulkWork& work) {
+  const MbarrierClocks& clocks = work.target->mbarriers[work.barrier];
+  const bool far = work.target != &cta && work.kind != BulkWork::kLoad;
+  return far ? clocks.far_agent : clocks.agent;
+}
+
 // Into shared memory, which completes on an mbarrier beside it.
 void land(Cta& cta, BulkWork& work) {
   Cta& target = *work.target;
@@ -90,8 +97,7 @@ void land(Cta& cta, BulkWork& work) {
     std::memcpy(at, work.data.data(), work.bytes);
   std::memset(target.shared_valid.data() + offset, 1, work.bytes);
   if (cta.order.on) {
-    const MbarrierClocks& clocks = target.mbarriers[work.barrier];
-    const u32 agent = clocks.agent, time = clocks.phases + 1;
+    const u32 agent = agent_of(cta, work), time = target.mbarriers[work.barrier].phases + 1;
     if (work.kind == BulkWork::kExchange)
       cta.order.end_shared_bulk(work.source - cta.shared_base, work.bytes, target.linear, agent, time, work.pc);
     if (work.reduces)
@@ -150,8 +156,8 @@ void require_global(Warp& w, int l, const BulkWork& work, u32 shared, Touch touc
     global_bytes(cta, memory, bytes, write, work.waited, &region);
     if (cta.meter != nullptr) cta.meter->bulk(memory, bytes, write);
     if (!cta.order.on || !region->writable) return;
-    cta.order.global_bulk(w, static_cast<u32>(l), static_cast<u32>(region - cta.regions->data()), memory - region->begin,
-                          bytes, touch, work.group + 1);
+    const auto number = static_cast<u32>(region - cta.regions->data());
+    cta.order.global_bulk(w, static_cast<u32>(l), number, memory - region->begin, bytes, touch, work.group + 1);
   });
 }
 
@@ -162,8 +168,8 @@ void require_source(Warp& w, int l, const BulkWork& work, u32 cta_of_agent, u32 
   shared_bytes(cta, work.source, work.bytes, "cp.async.bulk");
   const u32 offset = work.source - cta.shared_base;
   if (!all_valid(cta.shared_valid.data() + offset, work.bytes))
-    fail("cp.async.bulk of %u bytes from shared byte %u on, some of which nobody has written (or an asynchronous copy has "
-         "not been waited for)", work.bytes, offset);
+    fail("cp.async.bulk of %u bytes from shared byte %u on, some of which nobody has written (or an asynchronous copy "
+         "has not been waited for)", work.bytes, offset);
   if (cta.order.on)
     cta.order.share_bulk(w, static_cast<u32>(l), cta.order, offset, work.bytes, cta_of_agent, agent, time, kAsyncProxy);
 }
@@ -178,7 +184,7 @@ void issue_to_shared(Warp& w, int l, BulkWork work, const char* what) {
   const bool asynchronous = work.kind != BulkWork::kWords;
   const u32 proxy = asynchronous ? kAsyncProxy : 0;
   if (asynchronous) require_visible(w, l, target, work.barrier);
-  const u32 agent = target.mbarriers[work.barrier].agent;
+  const u32 agent = agent_of(*w.cta, work);
   Order& order = w.cta->order;
   if (work.kind == BulkWork::kExchange) require_source(w, l, work, target.linear, agent, kInFlight);
   if (work.reduces) {
@@ -325,7 +331,7 @@ void copy_tensor_store(Warp& w, const Ins& i, u32 mask) {
   });
 }
 
-// Map and coordinates (imm of them), or with imm 0 an address and bytes: nothing but that they are what they have to be.
+// Map and coordinates (imm of them), or with imm 0 an address and bytes: checked, and nothing else.
 void prefetch(Warp& w, const Ins& i, u32 mask) {
   VM_OPERANDS;
   each_lane(mask, [&](int l) {

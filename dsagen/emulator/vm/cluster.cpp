@@ -141,7 +141,7 @@ Cta& owner_of(Cta& cta, u32 address, const char* what) {
 void require_own(const Cta& cta, u32 address, const char* what) {
   const u32 rank = address >> kRankShift;
   if (rank != cta.rank && rank < cta.cluster->members.size())
-    fail("%s: shared address %#x is one of rank %u, and this instruction reaches the shared memory of its own CTA only, "
+    fail("%s: shared address %#x is of rank %u, but this instruction reaches the shared memory of its own CTA only, "
          "of rank %u", what, address, rank, cta.rank);
 }
 
@@ -152,8 +152,8 @@ u8* remote_access(Warp& w, u32 address, u32 bytes, bool write, int lane, u32 str
   const u32 offset = address - owner.shared_base;
   u8* valid = owner.shared_valid.data() + offset;
   if (!write && !all_valid(valid, bytes))
-    fail("read of %u bytes at shared byte %u of %s, not written before (or an asynchronous copy has not been waited for)",
-         bytes, offset, cta_name(*w.cta->launch, owner.linear).c_str());
+    fail("read of %u bytes at shared byte %u of %s, not written before (or an asynchronous copy has not been waited "
+         "for)", bytes, offset, cta_name(*w.cta->launch, owner.linear).c_str());
   if (write) std::memset(valid, 1, bytes);
   owner.progress += write;
   if (w.cta->meter != nullptr) w.cta->meter->note(kClusterBytes, bytes);

@@ -32,7 +32,7 @@ struct Box {
 
 // One operation of the asynchronous proxy, or of st.async and red.async, that has not been done.
 struct BulkWork {
-  // Global memory into shared memory; back; shared memory of a CTA into that of one of its cluster; words of a register.
+  // Global memory into shared memory; back; shared memory into that of a CTA of the cluster; words of registers.
   enum Kind : u32 { kLoad, kStore, kExchange, kWords } kind;
   u32 thread, pc;
   Cta* target = nullptr;             // whose shared memory is written, and that completes on its `barrier`

@@ -150,7 +150,7 @@ void Cta::start(Cluster& in, u32 number) {
     std::fill(w.pc, w.pc + kLanes, 0);
     w.live = w.runnable = w.born;
     w.parked = w.yielded = w.polling = w.grid_waited = 0;
-    w.cluster_arrived = w.cluster_passed = 0;
+    w.cluster_arrived = w.cluster_passed = w.registers = 0;
     w.fingerprint = 0;
     w.groups = ProductGroups();
     w.stands.clear();

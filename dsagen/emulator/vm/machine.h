@@ -23,7 +23,7 @@ constexpr u32 kFullMask = 0xffffffffu;
 // Addresses. Shared ones are 32 bits wide and start past a reserve, so that none is 0; the others are windows of the
 // generic space that no registered buffer may touch.
 constexpr u32 kSharedReserve = 1024;
-// Above an address in a CTA's shared memory stands the CTA's rank in its cluster, so that it is one of the cluster's too.
+// Above an address in a CTA's shared memory stands the CTA's rank in its cluster: it is one of the cluster's space too.
 constexpr u32 kRankShift = 24, kMostRanks = 16;
 constexpr u64 kSharedWindow = 0x7100'0000'0000ull;
 constexpr u64 kLocalWindow = 0x7200'0000'0000ull;
@@ -134,6 +134,7 @@ struct Warp {
   bool polls_memory = false;
   u64 fingerprints[8] = {};  // of its registers after its last turns, while nothing else happened
   u32 fingerprint = 0;       // the next to be replaced
+  u32 registers = 0;    // per thread, as setmaxnreg has it; 0 before
   u32 grid_waited = 0;  // lanes past griddepcontrol.wait
   u32 store = 0;        // number of the store that runs
   ProductGroups groups;  // of wgmma
@@ -168,10 +169,11 @@ struct Pending {
 };
 
 // Of an mbarrier: what arrivals of the running phase release, what those of the last phase have, and the same of other
-// CTAs, which only waits of cluster scope acquire; and who has made its initialisation visible to the asynchronous proxy.
+// CTAs, which only waits of cluster scope acquire; and who has made its initialisation visible to the asynchronous
+// proxy. Bytes that come from other CTAs' shared memory have an agent of their own.
 struct MbarrierClocks {
   Knowledge arriving, completed, far_arriving, far_completed;
-  u32 agent = 0, phases = kInitialised;
+  u32 agent = 0, far_agent = 0, phases = kInitialised;
   u32 initialiser = 0;  // thread
   Access fenced{};
 };

@@ -63,6 +63,7 @@ void settle(Cta& cta, u32 address, u8* at, Mbarrier b) {
       clocks.far_arriving.clear();
       // The bulk copies of the phase.
       clocks.completed.views[kSeen].raise_all(clocks.agent, clocks.phases);
+      if (clocks.far_agent != 0) clocks.far_completed.views[kSeen].raise_all(clocks.far_agent, clocks.phases);
     }
   }
   const u64 word = packed(b);
@@ -106,6 +107,7 @@ void init(Warp& w, const Ins& i, u32 mask) {
     const auto [entry, fresh] = cta.mbarriers.try_emplace(address);
     if (!fresh) fail("mbarrier.init: shared byte %d holds an mbarrier already", offset_of(cta, address));
     entry->second.agent = cta.order.new_agent();
+    if (cta.cluster->members.size() > 1) entry->second.far_agent = cta.order.new_agent();
     entry->second.initialiser = static_cast<u32>(w.thread(l));
     if (cta.order.on)
       cta.order.shared(w, static_cast<u32>(l), address - cta.shared_base, 8, Touch::kWrite);
@@ -122,7 +124,8 @@ void inval(Warp& w, const Ins& i, u32 mask) {
     u8* at = mbarrier_bytes(w, l, *w.cta, address, "mbarrier.inval");
     const Mbarrier b = load(at);
     if (b.bytes != 0)
-      fail("mbarrier.inval: the mbarrier at shared byte %d still waits for %d bytes", offset_of(*w.cta, address), b.bytes);
+      fail("mbarrier.inval: the mbarrier at shared byte %d still waits for %d bytes", offset_of(*w.cta, address),
+           b.bytes);
     w.cta->mbarriers.erase(address);
     std::memset(w.cta->shared_valid.data() + (at - w.cta->shared.data()), 0, 8);
   });
@@ -265,8 +268,8 @@ u8* mbarrier_bytes(Warp& w, int lane, Cta& owner, u32 address, const char* what)
   Access writer;
   if (order.on && !order.knows_write(w, static_cast<u32>(lane), owner.order, offset, kSeen, writer) &&
       !knows_fenced(w, lane, owner, owner.mbarriers[address]))
-    fail("race: %s of the mbarrier at shared byte %u, which %s warp %u, lane %u initialises (%s); nothing orders the two",
-         what, offset, cta_name(*w.cta->launch, writer.cta).c_str(), writer.warp, writer.lane,
+    fail("race: %s of the mbarrier at shared byte %u, which %s warp %u, lane %u initialises (%s); nothing orders the "
+         "two", what, offset, cta_name(*w.cta->launch, writer.cta).c_str(), writer.warp, writer.lane,
          place(*w.cta, writer.pc).c_str());
   return at;
 }

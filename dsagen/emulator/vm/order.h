@@ -212,7 +212,8 @@ class Order {
   void issue_bulk(const Warp& w, u32 lane, Order& owner, u32 offset, u32 bytes, u32 flags);
   void land_bulk(u32 offset, u32 bytes, u32 agent, u32 time);
   // A read of shared memory by a bulk copy, or a reduction there (kStrong): until time `time` of `agent`.
-  void share_bulk(const Warp& w, u32 lane, Order& owner, u32 offset, u32 bytes, u32 cta, u32 agent, u32 time, u32 flags);
+  void share_bulk(const Warp& w, u32 lane, Order& owner, u32 offset, u32 bytes, u32 cta, u32 agent, u32 time,
+                  u32 flags);
   // Those that were in flight on an mbarrier of a CTA, by this instruction, are over at that time of it.
   void end_shared_bulk(u32 offset, u32 bytes, u32 cta, u32 agent, u32 time, u32 pc);
   // A read, write or reduction of global memory by a bulk copy, of the lane's group number `time`.

@@ -64,7 +64,8 @@ void Order::share_unit(const Warp& w, u32 lane, Unit& unit, Shadow& shadow, cons
   const bool strong = (me.flags & kStrong) != 0;
   if (!knows(w, lane, kSeen, unit.write))
     clash(lane, strong ? "reduction by a bulk copy" : "read by a bulk copy", unit.write, "writes", where);
-  if ((me.flags & kAsyncProxy) != 0) require_fence(w, lane, unit, strong ? "a bulk reduction of" : "a bulk copy from", where);
+  if ((me.flags & kAsyncProxy) != 0)
+    require_fence(w, lane, unit, strong ? "a bulk reduction of" : "a bulk copy from", where);
   Sharers& now = unit.sharers;
   Access culprit;
   if (now.lanes != 0 && ((now.flags & kStrong) != 0) != strong) {
@@ -89,7 +90,8 @@ void Order::share_unit(const Warp& w, u32 lane, Unit& unit, Shadow& shadow, cons
 void Order::share_bulk(const Warp& w, u32 lane, Order& owner, u32 offset, u32 bytes, u32 cta, u32 agent, u32 time,
                        u32 flags) {
   const Where where{true, owner.linear_, offset, bytes};
-  const Sharers me{cta, static_cast<u16>(agent), static_cast<u16>(flags | w.index << kWarpShift), 1u << lane, time, w.now};
+  const auto marked = static_cast<u16>(flags | w.index << kWarpShift);
+  const Sharers me{cta, static_cast<u16>(agent), marked, 1u << lane, time, w.now};
   if (&owner != this) owner.visitors_[u64{linear_} << 16 | w.index << 8 | lane] = now(w, lane);
   owner.shadow_->visit(offset, bytes, nullptr, kNobody, [&](Unit& unit) {
     share_unit(w, lane, unit, *owner.shadow_, me, where);
@@ -166,8 +168,8 @@ void Order::remote(const Warp& w, u32 lane, Order& owner, u32 offset, u32 bytes,
 void Order::require_others_done() {
   for (const auto& [visitor, last] : visitors_) {
     if (exits_.knows(linear_, kSeen, last.cta, last.agent, last.lane, last.time)) continue;
-    fail("%s ends while %s warp %u, lane %u may still come to its shared memory (%s): nothing orders that access before "
-         "the end", cta_name(*cta_->launch, linear_).c_str(), cta_name(*cta_->launch, last.cta).c_str(), last.warp,
+    fail("%s ends while %s warp %u, lane %u may still come to its shared memory (%s): nothing orders that access "
+         "before the end", cta_name(*cta_->launch, linear_).c_str(), cta_name(*cta_->launch, last.cta).c_str(), last.warp,
          last.lane, place(*cta_, last.pc).c_str());
   }
 }

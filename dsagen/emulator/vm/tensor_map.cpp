@@ -35,7 +35,8 @@ const u8* map_bytes(Warp& w, int lane, u64 address) {
     return global_bytes(*w.cta, address, kMapBytes, false, w.grid_waited >> lane & 1);
   const u64 offset = address - kParamWindow;
   if (offset > launch.param_bytes || launch.param_bytes - offset < kMapBytes)
-    fail("tensor map at parameter byte %llu: there are %u", static_cast<unsigned long long>(offset), launch.param_bytes);
+    fail("tensor map at parameter byte %llu: there are %u", static_cast<unsigned long long>(offset),
+         launch.param_bytes);
   return launch.params + offset;
 }
 
