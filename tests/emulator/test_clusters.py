@@ -113,6 +113,14 @@ def test_reading_a_neighbour(generic: bool, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
+def test_many_clusters_at_once(seed: int) -> None:
+    body = FILL + MEET + "ld.shared::cluster.u32 %r9, [%r13];" + MEET + OUT
+    want = [[32 * (cta ^ 1) + n + 100 for n in range(32)] for cta in range(12)]
+    assert run(body, seed, grid=12, os_threads=2) == want
+    assert run(body, seed, grid=12, resident=5) == want
+
+
+@pytest.mark.parametrize("seed", range(4))
 def test_writing_to_a_neighbour(seed: int) -> None:
     begin = "barrier.cluster.arrive; barrier.cluster.wait;\n"
     body = (
@@ -190,6 +198,32 @@ def test_a_missing_cta_at_the_cluster_barrier_is_a_deadlock() -> None:
     assert "deadlock in CTA (0, 0, 0)" in found
     assert "warp 0, lanes 0xffffffff: at barrier 1, 32 threads have arrived of 64" in found
     assert "at the cluster's barrier, which waits for 32 threads of CTA (0, 0, 0), PTX line" in found
+
+
+def test_a_cta_that_waits_for_one_that_has_ended_is_a_deadlock() -> None:
+    body = INIT.format(count=1) + MEET + "setp.eq.u32 %p2, %r11, 1; @%p2 ret;" + FAR_WAIT
+    found = fault(body)
+    assert "deadlock in CTA (0, 0, 0)" in found
+    assert "wait for parity 0 of the mbarrier at shared byte 1024 (1 of 1 arrivals and 0 bytes are missing" in found
+    assert "CTA (1, 0, 0)" not in found
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_reaches_a_cta_has_to_be_over_when_it_ends(seed: int) -> None:
+    """CTA 1 reaches CTA 0, and nothing but what it does there tells that it has."""
+    body = INIT.format(count=1) + MEET + "setp.eq.u32 %p2, %r11, 1; and.pred %p2, %p1, %p2; setp.eq.u32 %p4, %r11, 0;"
+    arrive = body + "@%p2 mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r14];"
+    store = (
+        body + "@!%p2 bra SENT; st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%r13], %r0, [%r14]; SENT:"
+    )
+    store += "@!%p4 ret; @%p1 mbarrier.arrive.expect_tx.shared.b64 _, [%r10], 4;"
+    run(arrive + "@!%p4 ret;" + FAR_WAIT, seed)
+    run(store + FAR_WAIT, seed)
+    for text in (arrive, store):
+        with pytest.raises(
+            EmulatorError, match=r"CTA \(0, 0, 0\) ends (while|though)|which has ended|on the way|never came"
+        ):
+            run(text, seed)
 
 
 def test_threads_that_have_exited_are_not_waited_for() -> None:

@@ -77,10 +77,9 @@ void release(Warp& w, const Ins& i, u32 lanes, Cta& owner, u32 address, const ch
   each_lane(lanes, [&](int l) { mbarrier_bytes(w, l, owner, address, what); });
   if (!w.cta->order.on || (i.flags & kRelaxedFlag) != 0) return;
   MbarrierClocks& clocks = owner.mbarriers[address];
-  if (&owner == w.cta)
-    w.cta->order.release(w, lanes, clocks.arriving);
-  else if ((i.flags & kClusterScope) != 0)
-    w.cta->order.release(w, lanes, clocks.far_arriving, owner.linear);
+  if (&owner == w.cta) return w.cta->order.release(w, lanes, clocks.arriving);
+  each_lane(lanes, [&](int l) { w.cta->order.note_visitor(w, static_cast<u32>(l), owner.order); });
+  if ((i.flags & kClusterScope) != 0) w.cta->order.release(w, lanes, clocks.far_arriving, owner.linear);
 }
 
 // The same for all lanes at once, where they are sure to arrive in one phase of one barrier; `x` is its address.
@@ -131,14 +130,15 @@ void inval(Warp& w, const Ins& i, u32 mask) {
   });
 }
 
-// One lane's arrival after its release; the token of before. `kind` has bits of Kind.
+// One lane's arrival after its release; the token of before.
 u64 arrive_as(Warp& w, const Ins& i, u32 address, i32 count, i32 bytes, const char* what) {
   Cta& owner = mbarrier_owner(w, i, address, what);
+  w.cta->progress++;
+  if (i.imm == 0) return arrive(owner, address, count, bytes, what);
   u8* at = bytes_of(owner, address, what);
   Mbarrier b = load(at);
   if ((i.imm & kIncomplete) != 0 && count >= b.pending)
     fail("%s: the last of the arrivals, though .noComplete says that it is not", what);
-  w.cta->progress++;
   if ((i.imm & kDrop) == 0) return arrive(owner, address, count, bytes, what);
   // From the next phase on fewer are expected.
   const u64 token = packed(b);

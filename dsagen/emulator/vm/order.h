@@ -224,6 +224,7 @@ class Order {
   u32 linear() const { return linear_; }
   // When a CTA of a cluster ends: what others did in its shared memory was to happen before.
   void leave_cluster(const Warp& w, u32 mask) { release(w, mask, exits_); }
+  void note_visitor(const Warp& w, u32 lane, Order& owner) const;
   void require_others_done();
   void wait_copies(const Warp& w, u32 lane, u32 count);
   void release_copies(u32 warp, u32 lane, u32 count, Knowledge& into) const;
@@ -285,7 +286,8 @@ class Order {
   std::unique_ptr<Shadow> shadow_;
   SharedPlaces places_;
   std::unordered_map<u64, Look> looks_;  // by global address, or that of another CTA's shared memory
-  // In a cluster: what the threads that have exited knew, and the last access of this shared memory by each other lane.
+  // In a cluster: what the threads that have exited knew, and the last access of this shared memory by each lane of
+  // other CTAs and by the bytes that each mbarrier has counted.
   Knowledge exits_;
   std::map<u64, Access> visitors_;
 };

@@ -29,7 +29,6 @@ void Order::issue_bulk(const Warp& w, u32 lane, Order& owner, u32 offset, u32 by
   Access written = now(w, lane, flags);
   written.agent = kMany;
   written.time = kInFlight;
-  if (&owner != this) owner.visitors_[u64{linear_} << 16 | w.index << 8 | lane] = now(w, lane);
   issue(w, lane, owner, offset, bytes, written);
 }
 
@@ -52,10 +51,12 @@ void Order::issue(const Warp& w, u32 lane, Order& owner, u32 offset, u32 bytes, 
 
 // From here on who knows of the agent's time knows of the copy.
 void Order::land_bulk(u32 offset, u32 bytes, u32 agent, u32 time) {
+  Access* const last = &visitors_[~u64{agent}];
   shadow_->visit(offset, bytes, nullptr, kNobody, [&](Unit& unit) {
     unit.write.cta = linear_;
     unit.write.agent = static_cast<u16>(agent);
     unit.write.time = time;
+    *last = unit.write;
   });
 }
 
@@ -92,7 +93,6 @@ void Order::share_bulk(const Warp& w, u32 lane, Order& owner, u32 offset, u32 by
   const Where where{true, owner.linear_, offset, bytes};
   const auto marked = static_cast<u16>(flags | w.index << kWarpShift);
   const Sharers me{cta, static_cast<u16>(agent), marked, 1u << lane, time, w.now};
-  if (&owner != this) owner.visitors_[u64{linear_} << 16 | w.index << 8 | lane] = now(w, lane);
   owner.shadow_->visit(offset, bytes, nullptr, kNobody, [&](Unit& unit) {
     share_unit(w, lane, unit, *owner.shadow_, me, where);
   });
@@ -153,12 +153,16 @@ bool Order::knows_write(const Warp& w, u32 lane, Order& owner, u32 offset, View 
 
 // ---- the shared memory of other CTAs ----
 
+void Order::note_visitor(const Warp& w, u32 lane, Order& owner) const {
+  owner.visitors_[u64{linear_} << 16 | w.index << 8 | lane] = now(w, lane);
+}
+
 void Order::remote(const Warp& w, u32 lane, Order& owner, u32 offset, u32 bytes, Touch touch, u32 flags) {
   if (!knows_of(w, lane, owner.linear_))
     fail("access of the shared memory of %s: nothing has told this thread that the CTA has started; a barrier of the "
          "cluster does", cta_name(*cta_->launch, owner.linear_).c_str());
+  note_visitor(w, lane, owner);
   const Access mine = now(w, lane, flags);
-  owner.visitors_[u64{linear_} << 16 | w.index << 8 | lane] = mine;
   const Where where{true, owner.linear_, offset, bytes};
   owner.shadow_->visit(offset, bytes, touch == Touch::kWrite ? &mine : nullptr, kNobody, [&](Unit& unit) {
     check_unit(w, lane, unit, *owner.shadow_, touch, flags, where);
@@ -168,9 +172,12 @@ void Order::remote(const Warp& w, u32 lane, Order& owner, u32 offset, u32 bytes,
 void Order::require_others_done() {
   for (const auto& [visitor, last] : visitors_) {
     if (exits_.knows(linear_, kSeen, last.cta, last.agent, last.lane, last.time)) continue;
+    if (last.agent >= warps)
+      fail("%s ends though none of its threads has waited for the bytes of a bulk copy (%s)",
+           cta_name(*cta_->launch, linear_).c_str(), place(*cta_, last.pc).c_str());
     fail("%s ends while %s warp %u, lane %u may still come to its shared memory (%s): nothing orders that access "
-         "before the end", cta_name(*cta_->launch, linear_).c_str(), cta_name(*cta_->launch, last.cta).c_str(), last.warp,
-         last.lane, place(*cta_, last.pc).c_str());
+         "before the end", cta_name(*cta_->launch, linear_).c_str(), cta_name(*cta_->launch, last.cta).c_str(),
+         last.warp, last.lane, place(*cta_, last.pc).c_str());
   }
 }
 

@@ -220,7 +220,8 @@ bool Machine::turn() {
     Cta& cta = *residents_[(first + n) % count];
     const u64 before = cta.progress;
     worked |= cta.turn(strict);
-    moved |= cta.progress != before || cta.finished();
+    // Those that have finished stay while others of their cluster run, and do nothing.
+    moved |= cta.progress != before;
   }
   still_ = moved ? 0 : still_ + 1;
   if (worked || moved) {

@@ -172,7 +172,8 @@ GlobalOrder::GlobalOrder(const Launch& launch, const std::vector<Region>& all) :
   locks = launch.os_threads > 1;
   for (u32 n = 0; n < launch.instructions; n++) {
     views |= views_told_apart(launch.code[n]);
-    has_groups |= std::strcmp(handlers()[launch.code[n].op].first, "copy_bulk_commit") == 0;
+    const std::string name = handlers()[launch.code[n].op].first;
+    has_groups |= name == "copy_bulk_store" || name == "copy_bulk_tensor_store";
   }
   pages_.resize(regions.size());
   for (size_t n = 0; n < regions.size(); n++)
