@@ -14,7 +14,10 @@ from dsagen.emulator.wgmma import A_IN_REGISTERS, ROWS
 METRICS = (
     "global_read_bytes", "global_written_bytes", "global_read_sectors", "global_written_sectors",
     "shared_read_wavefronts", "shared_written_wavefronts", "shared_read_conflicts", "shared_written_conflicts",
+    "bulk_bytes", "bulk_boxes", "cluster_bytes",
 )  # fmt: skip
+
+_RARE = frozenset(("bulk_bytes", "bulk_boxes", "cluster_bytes"))
 
 # Class of an instruction of the machine by the first pattern that its name matches as a whole; a name that none
 # matches has no class, which a test refuses. `ld`, `st` and `atom` get their space appended.
@@ -35,15 +38,15 @@ _CLASSES = tuple(
         ("branch", r"bra|brx|exit|call|ret|trap|unknown|misuse"),
         ("cvt", r"cvt_\w+"),
         ("fp", r"\w+_(f16|bf16)(x2)?|\w+_f(32|64)|testp_\w+"),
-        ("other", r"nothing|aligned_nothing|pause|clock"),
+        ("other", r"nothing|set_registers|pause|clock"),
         (
             "alu",
             r"(add|sub|mul|mad|div|rem|min|max|abs|neg|not|and|or|xor|shl|shr|mov|selp|setp|set|popc|clz|brev|bfind|bfe"
-            r"|bfi|prmt|shf|lop3|dp4a|dp2a|pack|unpack|cvta|isspacep|generic|sad|fns|szext|bmsk)(_\w+)?",
+            r"|bfi|prmt|shf|lop3|dp4a|dp2a|pack|unpack|cvta|isspacep|mapa|cta_rank|explicit_cluster|generic|sad|fns|szext|bmsk)(_\w+)?",
         ),
     )
 )
-_SPACES = ("generic", "global", "shared", "local", "param", "const")
+_SPACES = ("generic", "global", "shared", "local", "param", "const", "cluster")
 _TENSOR = re.compile(r"(wg)?mma_(?:bytes_)?k(\d+)(?:_\w+)?\Z")
 # Rows times columns of mma.sync's result, and the two operations of a product that is added.
 _MMA_ELEMENTS, _FLOPS_OF_PRODUCT = 16 * 8, 2
@@ -60,7 +63,9 @@ class Counters:
     back to the next one, do not count. Bytes of global memory are what lanes asked for, sectors are of 32 bytes, each
     once per request of a warp. Wavefronts of shared memory are what banks need to serve a request; conflicts are those
     past the first of each part that is served at once. A product of a warpgroup counts once for its four warps;
-    `wgmma_shared_bytes` are those of its operands, B's once, and A's where it does not lie in registers.
+    `wgmma_shared_bytes` are those of its operands, B's once, and A's where it does not lie in registers. Bulk bytes are
+    of bulk and tensor copies, for each CTA that a multicast reaches, boxes count its tensor copies; cluster bytes move
+    between the shared memories of CTAs.
     """
 
     instructions: Mapping[str, int]
@@ -75,15 +80,19 @@ class Counters:
     shared_written_wavefronts: int
     shared_read_conflicts: int
     shared_written_conflicts: int
+    bulk_bytes: int
+    bulk_boxes: int
+    cluster_bytes: int
     wgmma_shared_bytes: int = 0
 
     def lines(self) -> list[str]:
-        """A line for each counter, classes first."""
+        """A line for each counter, classes first; what few kernels do has one only where there is any."""
         rows = [(f"instructions.{name}", value) for name, value in self.instructions.items()]
         rows += [("tensor_flops", self.tensor_flops), ("barriers", self.barriers)]
         rows += [("async_copied_bytes", self.async_copied_bytes), *((name, getattr(self, name)) for name in METRICS)]
         if self.wgmma_shared_bytes:
             rows.append(("wgmma_shared_bytes", self.wgmma_shared_bytes))
+        rows = [(name, value) for name, value in rows if value or name not in _RARE]
         return [f"{name:<28}{value:>16,}" for name, value in rows]
 
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 
+from dsagen.emulator.async_forms import ASYNC_FORMS, Form
 from dsagen.emulator.operations import Arg, Lowering, Op, Unsupported, constant, items
 from dsagen.emulator.syntax import Imm, Instruction, Neg, Pair, Reg, Sink, Sym, Vec
 from dsagen.emulator.wgmma import PATTERN as WGMMA
 from dsagen.emulator.wgmma import lower_mma_async
 
-Form = Callable[[Lowering, Instruction, re.Match[str]], list[Op]]
-
 _SPACES = {"": 0, "global": 1, "shared": 2, "local": 3, "param": 4, "const": 5}
+_SPACES["shared::cluster"] = 6
 _BITS = {"b8": 8, "u8": 8, "s8": 8, "b16": 16, "u16": 16, "s16": 16, "f16": 16, "bf16": 16, "b32": 32, "u32": 32}
 _BITS |= {"s32": 32, "f32": 32, "f16x2": 32, "bf16x2": 32, "b64": 64, "u64": 64, "s64": 64, "f64": 64, "b128": 128}
 # Parts of ld, st and atom that do not change what they do here.
@@ -98,7 +97,9 @@ def _memory_parts(opcode: str) -> tuple[str, int, str, int]:
     *parts, kind = opcode.split(".")[1:]
     for part in parts:
         name = part.split("::")[0]
-        if name in _SPACES and part not in ("shared::cluster",):
+        if part == "shared::cluster":
+            space = part
+        elif name in _SPACES:
             space = name
         elif part in ("v2", "v4", "v8"):
             count = int(part[1:])
@@ -195,7 +196,9 @@ def _atom_parts(opcode: str) -> tuple[str, str, int, str, bool]:
     space, operation, count, kind, hint = "", "", 1, "", False
     for part in opcode.split(".")[1:]:
         name = part.split("::")[0]
-        if name in ("global", "shared") and part != "shared::cluster":
+        if part == "shared::cluster":
+            space = part
+        elif name in ("global", "shared"):
             space = name
         elif part in _ATOMS:
             operation = part
@@ -337,6 +340,7 @@ def _isspacep(lowering: Lowering, ins: Instruction, match: re.Match[str]) -> lis
 _FORMS: tuple[tuple[re.Pattern[str], Form], ...] = tuple(
     (re.compile(pattern + r"\Z"), form)
     for pattern, form in (
+        *ASYNC_FORMS,
         (r"mov\.([busf](?:16|32|64)|b128)", _mov),
         (
             r"setp\.(eq|ne|lt|le|gt|ge|lo|ls|hi|hs|equ|neu|ltu|leu|gtu|geu|num|nan)(?:\.(and|or|xor))?"
@@ -368,7 +372,7 @@ _FORMS: tuple[tuple[re.Pattern[str], Form], ...] = tuple(
         (r"createpolicy\.(?:fractional|range|cvt)[\w.:]*\.b64", _create_policy),
         (r"bra(?:\.uni)?", _bra),
         (r"brx\.idx(?:\.uni)?", _brx),
-        (r"isspacep\.(global|shared|local|param|const)(?:::(?:cta|entry|func))?", _isspacep),
+        (r"isspacep\.(shared::cluster|global|shared|local|param|const)(?:::(?:cta|entry|func))?", _isspacep),
     )
 )
 

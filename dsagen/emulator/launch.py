@@ -22,6 +22,8 @@ from dsagen.emulator.syntax import Module
 from dsagen.errors import EmulatorError
 
 MOST_THREADS = 1024
+# CTAs of a cluster, where a kernel opts in to more than the eight that all devices have.
+MOST_CLUSTER = 16
 MOST_CTAS = (1 << 32) - 4096
 MOST_STATIC_SHARED_BYTES = 48 * KIB
 MOST_LOCAL_BYTES = 512 * KIB
@@ -38,6 +40,7 @@ class SessionOptions(TypedDict, total=False):
     seed: int
     schedule: str | None
     resident: int
+    cluster: int | Sequence[int] | None
     races: bool
     library_folder: Path | None
 
@@ -56,6 +59,7 @@ class _Options:
     seed: int = 0
     schedule: str | None = None
     resident: int = 1
+    cluster: int | Sequence[int] | None = None
     os_threads: int = 1
     races: bool = True
     instruction_limit: int = INSTRUCTION_LIMIT
@@ -125,6 +129,7 @@ def launch(
     they may, `random`, or `priorities`, in which the warp of the highest priority runs until it waits; the last two
     draw from the seed, and repeat exactly. By default seed 0 takes turns and any other is random. `resident` CTAs run
     by turns on the OS thread, for kernels whose CTAs wait for each other; it is 1 where there are more `os_threads`.
+    CTAs of a cluster are resident together in any case; `cluster` gives its extents where the PTX does not.
     `races` looks for accesses that nothing orders; a launch is faster without. `counters` measures what the launch does
     (Counts.measured), which takes time. `instruction_limit` is per CTA.
 
@@ -157,6 +162,7 @@ def prepare(
     program = _program(ptx, entry, how.library_folder)
     extents, threads = _extents("grid", grid, _GRID_LIMITS), _extents("block", block, _BLOCK_LIMITS)
     _require_fit(program, extents, threads, params, smem_bytes)
+    cluster = _cluster(program, how.cluster, extents)
     chosen = how.chosen_schedule()
     rows, kept = _regions(program, memory)
     texts = (ctypes.c_char_p * len(program.unknown))(*(text.encode() for text in program.unknown))
@@ -185,6 +191,7 @@ def prepare(
         dynamic_shared_bytes=smem_bytes,
         grid=extents,
         block=threads,
+        cluster=cluster,
         os_threads=how.os_threads,
         races=how.races,
         schedule=SCHEDULES.index(chosen),
@@ -258,6 +265,27 @@ def _require_fit(
             f"{program.entry}: {len(params)} bytes of arguments, the kernel takes {program.param_bytes}"
         )
     _require_memory(program, smem_bytes)
+
+
+def _cluster(program: Program, given: int | Sequence[int] | None, grid: tuple[int, int, int]) -> tuple[int, int, int]:
+    """The extents of a cluster: those of the PTX, or those of the launch."""
+    extents = program.cluster or (1, 1, 1)
+    if given is not None:
+        extents = _extents("cluster", given, (MOST_CLUSTER,) * 3)
+        if program.cluster is not None and extents != program.cluster:
+            raise EmulatorError(
+                f"{program.entry}: a cluster of {extents[0]} x {extents[1]} x {extents[2]} CTAs, but the PTX demands "
+                f"{' x '.join(map(str, program.cluster))}: leave it out"
+            )
+    x, y, z = extents
+    if not 1 <= x * y * z <= MOST_CLUSTER:
+        raise EmulatorError(f"{program.entry}: a cluster of {x} x {y} x {z} CTAs; the limit is {MOST_CLUSTER}")
+    if any(size % extent for size, extent in zip(grid, extents, strict=True)):
+        raise EmulatorError(
+            f"{program.entry}: a grid of {grid[0]} x {grid[1]} x {grid[2]} CTAs is no multiple of the cluster, "
+            f"{x} x {y} x {z}: launch whole clusters"
+        )
+    return extents
 
 
 def _require_memory(program: Program, smem_bytes: int) -> None:

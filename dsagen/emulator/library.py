@@ -54,6 +54,7 @@ class LaunchBlock(ctypes.Structure):
         ("dynamic_shared_bytes", ctypes.c_uint32),
         ("grid", ctypes.c_uint32 * 3),
         ("block", ctypes.c_uint32 * 3),
+        ("cluster", ctypes.c_uint32 * 3),
         ("os_threads", ctypes.c_uint32),
         ("races", ctypes.c_uint32),
         ("schedule", ctypes.c_uint32),

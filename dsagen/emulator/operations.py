@@ -23,11 +23,19 @@ SPECIALS: dict[str, int] = {
     "%laneid": 13, "%warpid": 14, "%lanemask_eq": 15, "%lanemask_lt": 16, "%lanemask_le": 17, "%lanemask_gt": 19,
     "%lanemask_ge": 18, "%dynamic_smem_size": 20, "%total_smem_size": 21,
     "%nwarpid": 24,
-    # All CTAs say that they run on the same multiprocessor; a grid without clusters is one of clusters of one CTA.
+    # All CTAs say that they run on the same multiprocessor.
     "%smid": 22, "%nsmid": 23,
-    **dict.fromkeys(("%cluster_ctarank", "%cluster_ctaid.x", "%cluster_ctaid.y", "%cluster_ctaid.z"), 22),
-    **dict.fromkeys(("%cluster_nctarank", "%cluster_nctaid.x", "%cluster_nctaid.y", "%cluster_nctaid.z"), 23),
+    "%cluster_ctarank": 26, "%cluster_nctarank": 27,
+    **{f"%cluster_ctaid.{axis}": 28 + n for n, axis in enumerate(_AXES)},
+    **{f"%cluster_nctaid.{axis}": 31 + n for n, axis in enumerate(_AXES)},
+    **{f"%clusterid.{axis}": 34 + n for n, axis in enumerate(_AXES)},
+    **{f"%nclusterid.{axis}": 37 + n for n, axis in enumerate(_AXES)},
 }  # fmt: skip
+
+
+# An address in shared memory, to which the rank of the CTA is added.
+_SHARED_ADDRESS = 25
+_MOST_SHARED_ADDRESS = 1 << 24
 
 
 class Unsupported(Exception):
@@ -36,7 +44,7 @@ class Unsupported(Exception):
 
 @dataclass(frozen=True)
 class Const:
-    """A value that every warp holds in slots of its own: 32-bit words, or a special register."""
+    """A value that every warp holds in slots of its own: 32-bit words, of which the first may be special."""
 
     words: tuple[int, ...]
     special: int = 0
@@ -112,7 +120,10 @@ class Lowering:
             if operand.name in SPECIALS and bits <= 32:
                 return Arg("use", Const((0,), SPECIALS[operand.name]))
             if operand.name in self._symbols:
-                return Arg("use", constant(self._symbols[operand.name] + operand.offset, bits))
+                address = self._symbols[operand.name]
+                value = constant(address + operand.offset, bits)
+                is_shared = SHARED_RESERVE <= address < _MOST_SHARED_ADDRESS
+                return Arg("use", Const(value.words, _SHARED_ADDRESS) if is_shared else value)
         raise Unsupported
 
     def destination(self, operand: Operand, bits: int) -> Arg:

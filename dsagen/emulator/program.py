@@ -66,6 +66,7 @@ class Program:
     variables: tuple[ModuleVariable, ...]
     registers: Mapping[str, Sequence[RegisterPlace]]
     target: str
+    cluster: tuple[int, int, int] | None
     # PTX line -> where its CUDA line lies and was inlined, where that is not the kernel's own text.
     places: dict[int, str]
 
@@ -119,6 +120,7 @@ def assemble(module: Module, entry: str, numbers: Mapping[str, int]) -> Program:
         layout.variables,
         _register_places(ops, slots, predicates),
         module.target,
+        kernel.cluster,
         _places(graph),
     )
 
@@ -224,7 +226,7 @@ def _constants(ops: Sequence[Op]) -> _Constants:
                 continue
             of[arg.what] = end
             for n, word in enumerate(arg.what.words):
-                preloads += _PRELOAD.pack(end + n, arg.what.special, word)
+                preloads += _PRELOAD.pack(end + n, arg.what.special if n == 0 else 0, word)
             end += len(arg.what.words)
     return _Constants(of, end, bytes(preloads))
 

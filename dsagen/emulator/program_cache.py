@@ -17,7 +17,7 @@ from dsagen.emulator.program import ModuleVariable, Program, RegisterPlace
 
 # A shorter text is read as fast as a file.
 SHORTEST_TEXT = 16384
-_MAGIC = b"dsagen-program-1\n"
+_MAGIC = b"dsagen-program-2\n"
 _DIGEST_BYTES = 32
 
 
@@ -88,6 +88,7 @@ def _packed(program: Program) -> bytes:
     }
     header = plain | {
         "target": program.target,
+        "cluster": program.cluster,
         "places": list(program.places.items()),
         "registers": {
             name: [(place.slot, place.bits, place.first, place.last) for place in places]
@@ -113,6 +114,7 @@ def _unpacked(payload: bytes) -> Program:
     )
     header["unknown"] = tuple(header["unknown"])
     header["places"] = dict(header["places"])
+    header["cluster"] = tuple(header["cluster"]) if header["cluster"] else None
     header["registers"] = {
         name: [RegisterPlace(*place) for place in places] for name, places in header["registers"].items()
     }

@@ -46,6 +46,7 @@ _PARAM = re.compile(
     rf"(?P<name>{NAME})\s*(?:\[\s*(?P<count>\d+)\s*\])?",
     re.ASCII,
 )
+_CLUSTER = re.compile(r"\.reqnctapercluster\s+(\d{1,9})(?:\s*,\s*(\d{1,9}))?(?:\s*,\s*(\d{1,9}))?", re.ASCII)
 _GUARD = re.compile(rf"@(!?)\s*({NAME})\s+", re.ASCII)
 _OPCODE = re.compile(r"([a-z][\w.:]*)\s*(.*)\Z", re.DOTALL | re.ASCII)
 _SYMBOL = re.compile(NAME + r"(?:\.[xyzw])?\Z", re.ASCII)
@@ -102,7 +103,17 @@ def _function(
     found = module.kernels if is_entry else module.functions
     if name in found and not found[name].refusal:
         raise EmulatorError(f"PTX line {piece.line}: {name} is defined twice")
+    parser.kernel.cluster = _cluster(piece.text)
     found[name] = parser.parse(body(pieces, piece.line))
+
+
+def _cluster(header: str) -> tuple[int, int, int] | None:
+    """The extents of .reqnctapercluster."""
+    match = _CLUSTER.search(header)
+    if match is None:
+        return None
+    x, y, z = (int(extent or 1) for extent in match.groups())
+    return x, y, z
 
 
 def parse_variable(piece: Piece) -> Variable | None:
@@ -350,6 +361,12 @@ class _BodyParser:
         return name
 
     def _address(self, text: str, line: int) -> Addr:
+        place, *beside = split(text)
+        if beside:
+            vector = self._operand(beside[0], line)
+            if len(beside) > 1 or not isinstance(vector, Vec):
+                raise EmulatorError(f"PTX line {line}: address [{text[:60]}] is not understood")
+            return replace(self._address(place.strip(), line), coordinates=vector.items)
         base, offset = self._atom(text), 0
         if base is None and (total := _SUM.match(text)) is not None:
             base = self._atom(total[1])

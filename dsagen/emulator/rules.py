@@ -53,7 +53,6 @@ _INTEGER = (
     _rule(r"(and|or|xor)\.b(16|32|64)", "{1}_b{2}", "d{2} s{2} s{2}"),
     _rule(r"(and|or|xor)\.pred", "{1}_pred", "p q q"),
     _rule(r"not\.pred", "not_pred", "p q"),
-    _rule(r"mov\.pred", "mov_pred", "p q"),
     _rule(r"shl\.b(16|32|64)", "shl_b{1}", "d{1} s{1} s32"),
     _rule(r"shr\.[ub](16|32|64)", "shr_u{1}", "d{1} s{1} s32"),
     _rule(r"shr\.s(16|32|64)", "shr_s{1}", "d{1} s{1} s32"),
@@ -154,50 +153,43 @@ _WARP = (
     _rule(r"movmatrix\.sync\.aligned\.m8n8\.trans\.b16", "movmatrix", "d32 s32"),
 )
 
-_SCOPE = r"(?:cta|cluster)"
-_SHARED = r"(?:\.shared(?:::cta)?)"
+_SHARED = r"(?:\.shared(?:::cta)?)?"
 _ASYNC = (
     _rule(r"cp\.async\.commit_group", "copy_async_commit", ""),
     _rule(r"cp\.async\.wait_group", "copy_async_wait", "i"),
     _rule(r"cp\.async\.wait_all", "copy_async_wait", "", -1),
     _rule(rf"cp\.async\.mbarrier\.arrive\.noinc{_SHARED}\.b64", "copy_async_arrive", "A"),
     _rule(rf"cp\.async\.mbarrier\.arrive{_SHARED}\.b64", "copy_async_arrive", "A", 1),
-    _rule(r"cp\.async\.bulk\.shared::(?:cta|cluster)\.global\.mbarrier::complete_tx::bytes", "copy_bulk", "A G s32 A"),
     _rule(rf"mbarrier\.init{_SHARED}\.b64", "mbarrier_init", "A s32"),
     _rule(rf"mbarrier\.inval{_SHARED}\.b64", "mbarrier_inval", "A"),
+    _rule(r"mbarrier\.pending_count\.b64", "mbarrier_pending", "d32 s64"),
+    _rule(r"cp\.async\.bulk\.commit_group", "copy_bulk_commit", ""),
+    _rule(r"cp\.async\.bulk\.wait_group", "copy_bulk_wait", "i"),
+    _rule(r"cp\.async\.bulk\.wait_group\.read", "copy_bulk_wait", "i", 0, 1),
     *(
-        row
-        for order, relaxed in ((rf"(?:\.release\.{_SCOPE})?", 0), (rf"\.relaxed\.{_SCOPE}", 1))
-        for row in (
-            _rule(rf"mbarrier\.arrive{order}{_SHARED}\.b64", "mbarrier_arrive", "d64 A s32=1", 0, relaxed),
-            _rule(
-                rf"mbarrier\.arrive\.expect_tx{order}{_SHARED}\.b64", "mbarrier_arrive_expect", "d64 A s32", 0, relaxed
-            ),
+        _rule(rf"barrier\.cluster\.{text}{aligned}", name, "", 0, flags | (1 if aligned else 0))
+        for text, name, flags in (
+            (r"arrive(?:\.release)?", "barrier_cluster_arrive", 0),
+            (r"arrive\.relaxed", "barrier_cluster_arrive", 2),
+            (r"wait(?:\.acquire)?", "barrier_cluster_wait", 0),
         )
-    ),
-    _rule(rf"mbarrier\.expect_tx(?:\.relaxed\.cta)?{_SHARED}\.b64", "mbarrier_expect", "A s32", 1),
-    _rule(rf"mbarrier\.complete_tx(?:\.relaxed\.cta)?{_SHARED}\.b64", "mbarrier_expect", "A s32", -1),
-    *(
-        row
-        for order, relaxed in ((rf"(?:\.acquire\.{_SCOPE})?", 0), (rf"\.relaxed\.{_SCOPE}", 1))
-        for row in (
-            _rule(
-                rf"mbarrier\.(?:try|test)_wait\.parity{order}{_SHARED}\.b64", "mbarrier_wait", "p A s32 -?", 0, relaxed
-            ),
-            _rule(rf"mbarrier\.(?:try|test)_wait{order}{_SHARED}\.b64", "mbarrier_wait", "p A s64 -?", 1, relaxed),
-        )
+        for aligned in ("", r"\.aligned")
     ),
     _rule(r"wgmma\.fence\.sync\.aligned", "warpgroup_fence", ""),
     _rule(r"wgmma\.commit_group\.sync\.aligned", "warpgroup_commit", ""),
     _rule(r"wgmma\.wait_group\.sync\.aligned", "warpgroup_wait", "i"),
+    _rule(r"mapa(?:\.shared::cluster)?\.u32", "mapa", "d32 s32 s32"),
+    _rule(r"mapa\.u64", "mapa", "d64 s64 s32", 1),
+    _rule(r"getctarank\.shared::cluster\.u32", "cta_rank", "d32 s32"),
+    _rule(r"getctarank\.u64", "cta_rank", "d32 s64"),
     _rule(r"fence\.proxy\.async[\w.:]*", "fence_proxy", ""),
     _rule(r"fence\.mbarrier_init\.release\.cluster", "fence_mbarrier_init", ""),
-    _rule(r"fence\.proxy\.[\w.:]+", "nothing", ""),
+    _rule(r"fence\.proxy\.[\w.:]+", "nothing", "-? -?"),
     _rule(r"(?:fence(?:\.(?:sc|acq_rel))?|membar)\.cta", "fence", "", 0),
     _rule(r"(?:fence(?:\.(?:sc|acq_rel))?|membar)\.(?:cluster|gpu|gl|sys)", "fence", "", 1),
     _rule(r"griddepcontrol\.launch_dependents", "nothing", ""),
     _rule(r"griddepcontrol\.wait", "grid_wait", ""),
-    _rule(r"setmaxnreg\.(?:inc|dec)\.sync\.aligned\.u32", "aligned_nothing", "-"),
+    _rule(r"setmaxnreg\.(?:inc|dec)\.sync\.aligned\.u32", "set_registers", "i"),
     _rule(r"prefetch[\w.:]*|discard[\w.:]*|applypriority[\w.:]*", "nothing", "- -?"),
 )
 

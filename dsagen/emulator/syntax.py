@@ -42,10 +42,11 @@ class Sym:
 
 @dataclass(frozen=True)
 class Addr:
-    """What stands in brackets."""
+    """What stands in brackets; beside a tensor map there are coordinates."""
 
     base: Reg | Imm | Sym
     offset: int
+    coordinates: tuple[Operand, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -142,6 +143,8 @@ class Kernel:
     instructions: list[Instruction] = field(default_factory=list)
     labels: dict[int, int] = field(default_factory=dict)
     variables: list[Variable] = field(default_factory=list)
+    # CTAs of a cluster in x, y and z, where the text demands them.
+    cluster: tuple[int, int, int] | None = None
     # Why a call of it cannot run, empty where it can.
     refusal: str = ""
 

@@ -222,6 +222,7 @@ class EmulatorDriver:
                 memory,
                 seed=self.seed,
                 os_threads=self.threads,
+                cluster=config.cluster if config.cluster > 1 else None,
                 races=self.races,
                 counters=self.options.counters,
             )

@@ -10,7 +10,7 @@ import torch
 # Files of kernels of a few instructions, held to numpy; and the one that looks at what they have launched.
 MICRO = frozenset(f"test_{name}" for name in (
     "arithmetic", "codes", "conversions", "integer_forms", "matrix_forms", "memory_forms", "emulated_machine", "races",
-    "remaining_forms", "rounding", "wgmma_forms",
+    "remaining_forms", "rounding", "wgmma_forms", "bulk_copies", "clusters", "tensor_copies",
 ))  # fmt: skip
 LAST = "test_every_form"
 _PASSED: set[str] = set()

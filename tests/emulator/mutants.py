@@ -35,6 +35,7 @@ class Mutant:
 
 Rewrite = Callable[[re.Match[str]], str]
 _SHARED = r"\.shared(?:::cta)?"
+_SPACE = r"\.shared(?:::\w+)?"
 
 
 def _nothing(match: re.Match[str]) -> str:
@@ -73,6 +74,17 @@ _CHANGES: tuple[tuple[str, re.Pattern[str], Rewrite], ...] = tuple(
         ("relaxed", rf"(mbarrier\.(?:try|test)_wait(?:\.parity)?)({_SHARED}[^;]*;)", _relaxed_arrival),
         ("removed", r"mbarrier\.arrive[^;]*;", _nothing),
         ("relaxed", rf"(mbarrier\.arrive(?:\.expect_tx)?)({_SHARED}[^;]*;)", _relaxed_arrival),
+        (
+            "relaxed", rf"(mbarrier\.[\w.]+)\.(?:release|acquire)(\.(?:cta|cluster){_SPACE}[^;]*;)",
+            lambda m: f"{m[1]}.relaxed{m[2]}",
+        ),
+        (
+            "for the CTA only", rf"(mbarrier\.[\w.]+\.(?:release|acquire))\.cluster({_SPACE}[^;]*;)",
+            lambda m: f"{m[1]}.cta{m[2]}",
+        ),
+        ("with fewer bytes", r"(mbarrier\.arrive\.expect_tx[^;]*,\s*)(\d+);", lambda m: f"{m[1]}{int(m[2]) - 16};"),
+        ("removed", r"barrier\.cluster\.(?:arrive|wait)[^;]*;", _nothing),
+        ("relaxed", r"(barrier\.cluster\.arrive)(?:\.release)?((?:\.aligned)?;)", lambda m: f"{m[1]}.relaxed{m[2]}"),
         ("removed", r"mbarrier\.(?:expect_tx|init)[^;]*;", _nothing),
         ("removed", r"cp\.async\.(?:mbarrier\.arrive|commit_group|wait_group|wait_all)[^;]*;", _nothing),
         ("removed", r"cp\.async\.bulk\.(?:commit|wait)[^;]*;", _nothing),
@@ -80,7 +92,9 @@ _CHANGES: tuple[tuple[str, re.Pattern[str], Rewrite], ...] = tuple(
             "without copies", r"cp\.async\.mbarrier\.arrive\.noinc(\S*)\s+([^;]*);",
             lambda m: f"mbarrier.arrive{m[1]} _, {m[2]};",
         ),
-        ("with a group more", r"(cp\.async\.wait_group\s+)(\d+);", _one_group_more),
+        ("with a group more", r"(cp\.async\.(?:bulk\.)?wait_group(?:\.read)?\s+)(\d+);", _one_group_more),
+        ("for the source only", r"cp\.async\.bulk\.wait_group\s+(\d+);",
+         lambda m: f"cp.async.bulk.wait_group.read {m[1]};"),
         ("removed", r"(?:fence|membar)\.[^;]*;", _nothing),
         ("for the CTA only", r"membar\.(?:gl|sys);", lambda m: "membar.cta;"),
         ("for the CTA only", r"(fence\.(?:sc|acq_rel))\.(?:cluster|gpu|sys);", lambda m: f"{m[1]}.cta;"),

@@ -13,12 +13,13 @@ from dsagen.emulator.library import load_library
 SHARED = ".shared .align 128 .b8 area[16384];\n"
 
 
-def counters(body: str, declarations: str = "", seed: int = 0, threads: int = 32) -> Counters:
-    """What a CTA does; %d0 is the address of 64 KiB of global memory at a multiple of 1 MiB."""
+def counters(body: str, declarations: str = "", seed: int = 0, threads: int = 32, cluster: int = 1) -> Counters:
+    """What a CTA, or a cluster, does; %d0 is the address of 64 KiB of global memory at a multiple of 1 MiB."""
     memory = Memory()
     address = memory.add("data", np.zeros(1 << 16, np.uint8))
     text = kernel(f"ld.param.u64 %d0, [p0];\n{body}", 1, declarations)
-    found = launch(text, [address], memory, counters=True, seed=seed, threads=threads).measured
+    options = {"counters": True, "seed": seed, "threads": threads, "grid": cluster, "cluster": cluster}
+    found = launch(text, [address], memory, **options).measured
     assert found is not None
     return found
 
@@ -131,6 +132,55 @@ def test_copies() -> None:
     # Half of the lanes write zeros and read nothing.
     assert (found.global_read_bytes, found.global_read_sectors) == (256, 8)
     assert (found.async_copied_bytes, found.shared_written_wavefronts) == (512, 4)
+
+
+BULK = (
+    "mov.u32 %r1, area;\nsetp.eq.u32 %p1, %r0, 0;\n@%p1 mbarrier.init.shared.b64 [%r1+1024], 1;\n"
+    "@%p1 fence.mbarrier_init.release.cluster;\nbarrier.cluster.arrive;\nbarrier.cluster.wait;\n"
+)
+AWAIT = (
+    "WAIT:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 %p4, [%r1+1024], 0;\n@!%p4 bra WAIT;\n"
+    "barrier.cluster.arrive;\nbarrier.cluster.wait;\n"
+)
+
+
+def test_bulk_copies() -> None:
+    body = BULK + "@%p1 mbarrier.arrive.expect_tx.shared.b64 _, [%r1+1024], 256;\n@%p1 cp.async.bulk.shared::cta.global"
+    body += ".mbarrier::complete_tx::bytes [%r1], [%d0+16], 256, [%r1+1024];\n" + AWAIT
+    body += "@%p1 cp.async.bulk.global.shared::cta.bulk_group [%d0+512], [%r1], 64;\n@%p1 cp.async.bulk.commit_group;\n"
+    found = counters(body + "@%p1 cp.async.bulk.wait_group.read 0;\n", SHARED)
+    assert (found.bulk_bytes, found.bulk_boxes, found.cluster_bytes, found.async_copied_bytes) == (320, 0, 0, 320)
+    # Half a sector on either side.
+    assert (found.global_read_bytes, found.global_read_sectors) == (256, 9)
+    assert (found.global_written_bytes, found.global_written_sectors) == (64, 2)
+    assert found.shared_read_wavefronts == found.shared_written_wavefronts == 0
+    assert any(line.startswith("bulk_bytes") for line in found.lines())
+    assert not any(line.startswith("cluster_bytes") for line in found.lines())
+
+
+def test_a_multicast_reads_once() -> None:
+    body = BULK + "@%p1 mbarrier.arrive.expect_tx.shared.b64 _, [%r1+1024], 256;\nmov.u32 %r2, %cluster_ctarank;\n"
+    body += (
+        "setp.eq.u32 %p2, %r2, 0;\nand.pred %p2, %p1, %p2;\nmov.u16 %h1, 3;\n@%p2 cp.async.bulk.shared::cluster.global"
+    )
+    body += ".mbarrier::complete_tx::bytes.multicast::cluster [%r1], [%d0], 256, [%r1+1024], %h1;\n" + AWAIT
+    found = counters(body, SHARED, cluster=2)
+    assert (found.global_read_bytes, found.bulk_bytes, found.cluster_bytes) == (256, 512, 0)
+
+
+def test_what_moves_between_ctas() -> None:
+    body = BULK + "mov.u32 %r2, %cluster_ctarank;\nsub.u32 %r2, 1, %r2;\nmapa.shared::cluster.u32 %r3, %r1, %r2;\n"
+    body += "mad.lo.u32 %r4, %r0, 4, %r3;\nst.shared::cluster.u32 [%r4], %r0;\nbarrier.cluster.arrive;\n"
+    body += "barrier.cluster.wait;\nld.shared::cluster.u32 %r5, [%r4];\n"
+    body += "@%p1 mbarrier.arrive.expect_tx.shared.b64 _, [%r1+1024], 8;\n"
+    body += (
+        "@%p1 st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.u32 [%r3+256], {%r0, %r0}, [%r3+1024];\n" + AWAIT
+    )
+    found = counters(body, SHARED, cluster=2)
+    # Two CTAs write and read a word of each thread, and store eight bytes.
+    assert found.cluster_bytes == 2 * (128 + 128 + 8)
+    assert (found.instructions["ld.cluster"], found.instructions["st.cluster"]) == (2, 2)
+    assert found.shared_read_wavefronts == found.shared_written_wavefronts == 0
 
 
 def test_flops_and_classes() -> None:

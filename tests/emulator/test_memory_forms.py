@@ -228,7 +228,7 @@ def test_orders_and_cache_policies_change_nothing_of_an_atomic() -> None:
     "text",
     ["ld.global.v3.u32 {%r1, %r2, %r3}, [%d0];", "ld.global.v4.u32 {%r1, %r2}, [%d0];",
      "atom.global.mul.u32 %r1, [%d0], 1;", "atom.global.cas.b32 %r1, [%d0], 1;", "atom.global.add.u16 %h1, [%d0], 1;",
-     "ld.global.b128 %d1, [%d0];", "ld.shared::cluster.u32 %r1, [%r2];", "atom.global.exch.f32 %r1, [%d0], %r2;"],
+     "ld.global.b128 %d1, [%d0];", "atom.global.exch.f32 %r1, [%d0], %r2;"],
 )  # fmt: skip
 def test_what_ptx_does_not_have_fails_by_name(text: str) -> None:
     with pytest.raises(EmulatorError, match="the emulator does not have this instruction"):

@@ -47,6 +47,15 @@ def test_every_instruction_is_there(arch: str) -> None:
     assert coverage(program("instructions", arch)) == {}
 
 
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_every_instruction_of_clusters_is_there(arch: str) -> None:
+    text = program("hopper", arch)
+    assert coverage(text) == {}
+    assert all(
+        word in text for word in ("st.async", "red.async", "cp.reduce.async.bulk.tensor.5d", "mapa", "multicast")
+    )
+
+
 # ---- calls ----------------------------------------------------------------------------------------------------------
 
 

@@ -211,6 +211,48 @@ def test_the_life_of_an_mbarrier(order: str) -> None:
     assert results(body, BAR) == [6] * 32
 
 
+@pytest.mark.parametrize("space", ["", ".shared", ".shared::cta"])
+def test_arrivals_that_are_fewer_from_the_next_phase_on(space: str) -> None:
+    """Lane 31 arrives for the last time, so that 31 lanes complete the second phase; addresses may be generic."""
+    address = "[%r10]" if space else "[%d9]"
+    body = INIT.format(count=33) + "cvt.u64.u32 %d9, %r10; cvta.shared.u64 %d9, %d9; setp.eq.u32 %p2, %r0, 31;"
+    body += f"@%p1 mbarrier.arrive.noComplete{space}.b64 %d5, {address}, 1; bar.sync 0;"
+    body += f"@!%p2 mbarrier.arrive{space}.b64 %d6, {address}; bar.sync 0;"
+    body += f"@%p2 mbarrier.arrive_drop{space}.b64 %d6, {address};"
+    body += f"mbarrier.test_wait{space}.b64 %p3, {address}, %d6; mbarrier.pending_count.b64 %r2, %d6;"
+    body += "selp.u32 %r1, 100, 0, %p3; add.u32 %r1, %r1, %r2; bar.sync 0;"
+    # Of what is 32 now, lane 0 takes away one more that has not come, and expects bytes of it.
+    body += f"@%p1 mbarrier.arrive_drop.expect_tx{space}.b64 _, {address}, 16;"
+    body += f"@!%p2 mbarrier.arrive{space}.b64 _, {address};"
+    body += f"@%p1 mbarrier.complete_tx{space}.b64 {address}, 16; bar.sync 0;"
+    body += f"mbarrier.try_wait.parity{space}.b64 %p4, {address}, 1, 1000;"
+    body += "selp.u32 %r2, 1000, 0, %p4; add.u32 %r1, %r1, %r2;"
+    found = results(body, BAR)
+    assert sorted(found) == [1100 + n for n in range(1, 33)]
+    assert found[31] == 1101
+
+
+def test_the_last_arrival_is_no_incomplete_one() -> None:
+    body = INIT.format(count=2) + "@%p1 mbarrier.arrive.noComplete.release.cta.shared.b64 %d5, [%r10], 2;"
+    with pytest.raises(EmulatorError, match=r"the last of the arrivals, though \.noComplete says that it is not"):
+        results(body, BAR)
+    with pytest.raises(EmulatorError, match="3 dropped of 2 expected arrivals"):
+        results(INIT.format(count=2) + "@%p1 mbarrier.arrive_drop.shared.b64 %d5, [%r10], 3;", BAR)
+    with pytest.raises(EmulatorError, match="still waits for 16 bytes"):
+        expect = "@%p1 mbarrier.expect_tx.shared.b64 [%r10], 16;"
+        results(INIT.format(count=2) + expect + "@%p1 mbarrier.inval.shared.b64 [%r10];", BAR)
+
+
+@pytest.mark.parametrize(("count", "threads", "said"), [
+    (16, 32, "16 registers are no multiple of 8 from 24 to 256"), (100, 32, "100 registers are no multiple of 8"),
+    (232, 512, "the warps of the CTA now have 118784 registers, and a multiprocessor has 65536"),
+])  # fmt: skip
+def test_registers_that_there_are_not(count: int, threads: int, said: str) -> None:
+    with pytest.raises(EmulatorError, match=said):
+        launch(kernel(f"setmaxnreg.inc.sync.aligned.u32 {count};"), [0], Memory(), threads=threads)
+    launch(kernel("setmaxnreg.inc.sync.aligned.u32 160;"), [0], Memory(), threads=384)
+
+
 @pytest.mark.parametrize(("suffix", "count"), [(".noinc", 32), ("", 1)])
 def test_arrivals_of_copies(suffix: str, count: int) -> None:
     """Each lane's copy arrives for it; without .noinc it counts as one more that is awaited."""

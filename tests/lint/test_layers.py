@@ -33,6 +33,7 @@ LAYERS = (
             "index_format",
             "dtype",
             "model",
+            "tensor_map",
         ),
     ),
     ("core", ("matrix", "plan", "guard", "limits", "family", "division", "occupancy")),

@@ -127,7 +127,8 @@ void atom(Warp& w, const Ins& i, u32 mask) {
     const int l = __builtin_ctz(m);
     const u64 address = address_of(w, i, x[1], l);
     u8* at = atomic_access(w, i, address, bytes, l);
-    const bool shared = a.space == kShared || (a.space == kGeneric && (address & ~(kWindowBytes - 1)) == kSharedWindow);
+    const bool shared = a.space == kShared || a.space == kCluster ||
+                        (a.space == kGeneric && (address & ~(kWindowBytes - 1)) == kSharedWindow);
     const auto guard = w.cta->order.hold(!shared);
     order_atomic(w, i, address, l);
     u8 before[32];
@@ -140,5 +141,23 @@ void atom(Warp& w, const Ins& i, u32 mask) {
 
 const Register registers[] = {{"atom", atom}};
 
+template <class U, class I>
+void reduce_one(u8* at, const Atomic& a, const u8* by) {
+  U b;
+  std::memcpy(&b, by, sizeof b);
+  update<U, I>(at, a, true, b, b);
+}
+
 }  // namespace
+
+void reduce(u8* at, const u8* by, u32 flags) {
+  const Atomic a(flags);
+  if (a.bytes == 2)
+    reduce_one<u16, i16>(at, a, by);
+  else if (a.bytes == 4)
+    reduce_one<u32, i32>(at, a, by);
+  else
+    reduce_one<u64, i64>(at, a, by);
+}
+
 }  // namespace vm

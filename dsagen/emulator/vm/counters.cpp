@@ -16,14 +16,14 @@ namespace {
 
 constexpr u32 kSectorBytes = 32, kBanks = 32, kWordBytes = 4;
 
-enum Kind : u8 { kOther, kLoad, kStore, kAtom, kMatrixLoad, kMatrixStore, kCopy, kBulkCopy, kWait };
+enum Kind : u8 { kOther, kLoad, kStore, kAtom, kMatrixLoad, kMatrixStore, kCopy, kWait };
 
 // The kind of each instruction of the machine, by its number.
 const std::vector<u8>& kinds() {
   static const std::vector<u8> all = [] {
     const std::pair<const char*, Kind> named[] = {
         {"ld", kLoad}, {"st", kStore}, {"atom", kAtom}, {"ldmatrix", kMatrixLoad}, {"stmatrix", kMatrixStore},
-        {"copy_async", kCopy}, {"copy_bulk", kBulkCopy}, {"mbarrier_wait", kWait}};
+        {"copy_async", kCopy}, {"mbarrier_wait", kWait}};
     std::vector<u8> out(handlers().size(), kOther);
     for (size_t n = 0; n < out.size(); n++)
       for (const auto& [name, kind] : named)
@@ -34,11 +34,13 @@ const std::vector<u8>& kinds() {
 }
 
 // Where a generic address leads; a shared one becomes an offset of the 32-bit space.
-Space resolve(Space space, u64& address) {
+Space resolve(const Cta& cta, Space space, u64& address) {
+  const auto of_cluster = [&] { return address >> kRankShift == cta.rank ? kShared : kCluster; };
+  if (space == kCluster) return of_cluster();
   if (space != kGeneric) return space;
   const u64 window = address & ~(kWindowBytes - 1);
   if (window == kSharedWindow) address -= kSharedWindow;
-  if (window == kSharedWindow) return kShared;
+  if (window == kSharedWindow) return of_cluster();
   return window == kLocalWindow ? kLocal : window == kParamWindow ? kParam : kGlobal;
 }
 
@@ -88,11 +90,11 @@ void Meter::measure(Warp& w, const Ins& i, u32 mask) {
   if (kind == kLoad || kind == kStore || kind == kAtom) {
     const u32 count = i.flags >> 5 & 15, bytes = (1u << (i.flags >> 3 & 3)) * count;
     const u16 operand = x[kind == kLoad ? count : kind == kStore ? 0 : 1];
-    u32 in[6] = {};
+    u32 in[kSpaces] = {};
     for (u32 m = mask; m != 0; m &= m - 1) {
       const int l = __builtin_ctz(m);
       addresses[l] = address_of(w, i, operand, l);
-      in[resolve(static_cast<Space>(i.flags & 7), addresses[l])] |= 1u << l;
+      in[resolve(*w.cta, static_cast<Space>(i.flags & 7), addresses[l])] |= 1u << l;
     }
     if (kind != kStore) global(addresses, in[kGlobal], bytes, false);
     if (kind != kLoad) global(addresses, in[kGlobal], bytes, true);
@@ -100,14 +102,14 @@ void Meter::measure(Warp& w, const Ins& i, u32 mask) {
   } else if (kind == kMatrixLoad || kind == kMatrixStore) {
     const u32 count = i.flags >> 3 & 7;
     const u16* at = x + (kind == kMatrixLoad ? count : 0);
-    u32 in[6] = {};
+    u32 in[kSpaces] = {};
     const auto space = static_cast<Space>(i.flags & 7);
     for (int l = 0; l < static_cast<int>(8 * count); l++) {
       addresses[l] = space == kShared ? narrow_address(w, at, l) : wide_address(w, at, l);
-      in[resolve(space, addresses[l])] |= 1u << l;
+      in[resolve(*w.cta, space, addresses[l])] |= 1u << l;
     }
     shared(addresses, in[kShared], 16, kind == kMatrixStore, false);
-  } else if (kind == kCopy) {
+  } else {
     // Lanes that copy nothing write zeros.
     u32 reading = 0;
     for (u32 m = mask; m != 0; m &= m - 1) {
@@ -118,12 +120,6 @@ void Meter::measure(Warp& w, const Ins& i, u32 mask) {
     }
     global(others, reading, static_cast<u32>(i.imm), false);
     shared(addresses, mask, static_cast<u32>(i.imm), true, false);
-  } else {
-    for (u32 m = mask; m != 0; m &= m - 1) {
-      const int l = __builtin_ctz(m);
-      others[l] = wide_address(w, x + 3, l);
-      global(others, 1u << l, w.row(x[6])[l], false);
-    }
   }
 }
 

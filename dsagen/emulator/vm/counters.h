@@ -14,6 +14,9 @@ enum Metric {
   kSharedWrittenWavefronts,
   kSharedReadConflicts,
   kSharedWrittenConflicts,
+  kBulkBytes,
+  kBulkBoxes,
+  kClusterBytes,
   kMetrics
 };
 
@@ -34,6 +37,11 @@ class Meter {
   void start(const Warp& w);
   void before(Warp& w, const Ins& i, u32 mask);
   void after(const Warp& w);
+  // What an instruction finds out while it runs: of any kind, and bytes of global memory that a bulk copy moves.
+  void note(Metric metric, u64 value) { if (measured_) add(metric, value); }
+  void bulk(u64 address, u32 bytes, bool write) {
+    if (measured_) global(&address, 1, bytes, write);
+  }
 
  private:
   void measure(Warp& w, const Ins& i, u32 mask);

@@ -10,36 +10,38 @@ void Order::reset(Cta& cta, u32 linear) {
   on = global_->on;
   views = global_->views;
   warps = static_cast<u32>(cta.warps.size());
-  next_agent_ = 2 * warps;
+  next_agent_ = (global_->has_groups ? 4 : 2) * warps;
   first_warpgroup_ = next_agent_;
   next_agent_ += warps / kGroupWarps;
   if (!on) return;
   clocks_.clear();
   clocks_.resize(warps);
   if (!shadow_) shadow_ = std::make_unique<Shadow>(cta.launch->shared_bytes, warps);
-  shadow_->reset();
+  shadow_->reset(linear_);
   places_.reset(synchronises() ? cta.launch->shared_bytes : 0);
   looks_.clear();
+  exits_.clear();
+  visitors_.clear();
 }
 
-SharedPlaces::Row* SharedPlaces::find(u64 address) {
-  const u64 word = (address - kSharedReserve) / 4;
+SharedPlaces::Row* SharedPlaces::find(u64 offset) {
+  const u64 word = offset / 4;
   if (word >= first_.size()) return nullptr;  // nothing synchronises here
   for (u32 row = first_[word]; row != 0; row = rows_[row - 1].next)
-    if (rows_[row - 1].address == address) return &rows_[row - 1];
+    if (rows_[row - 1].offset == offset) return &rows_[row - 1];
   return nullptr;
 }
 
-SharedPlaces::Row& SharedPlaces::at(u64 address) {
-  if (Row* found = find(address)) return *found;
+SharedPlaces::Row& SharedPlaces::at(u64 offset) {
+  if (Row* found = find(offset)) return *found;
   if (used_ == rows_.size()) rows_.emplace_back();
   Row& row = rows_[used_++];
-  row.address = address;
+  row.offset = offset;
   row.place.version = 0;
   row.place.wide.clear();
   row.place.narrow.clear();
   row.look = {};
-  u32& first = first_[(address - kSharedReserve) / 4];
+  u32& first = first_[offset / 4];
   row.next = first;
   first = used_;
   return row;
@@ -85,6 +87,37 @@ void Order::acquire(const Warp& w, u32 mask, const Knowledge& from) {
     return;
   }
   for (u32 m = mask; m != 0; m &= m - 1) own(mine, static_cast<u32>(__builtin_ctz(m))).merge(linear_, from, linear_);
+}
+
+void Order::release(const Warp& w, u32 mask, Knowledge& into, u32 home) {
+  Knowledge mine;
+  release(w, mask, mine);
+  into.merge(home, mine, linear_);
+}
+
+void Order::acquire(const Warp& w, u32 mask, const Knowledge& from, u32 home) {
+  Knowledge found;
+  found.merge(linear_, from, home);
+  acquire(w, mask, found);
+}
+
+void Order::release_published(const Warp& w, u32 mask, Knowledge& into, u32 home) {
+  // That the CTA has started is known in any case.
+  Knowledge started;
+  started.views[kSeen].raise_all(0, 0);
+  into.merge(home, started, linear_);
+  for (u32 m = mask; m != 0; m &= m - 1) {
+    const u32 lane = static_cast<u32>(__builtin_ctz(m));
+    std::map<u32, Knowledge> published;
+    if (synchronises() && knows_anything(w, lane, kPublished)) put(w, lane, kPublished, published);
+    for (const auto& [cta, known] : published) into.merge(home, known, cta);
+  }
+}
+
+bool Order::knows_of(const Warp& w, u32 lane, u32 cta) const {
+  const WarpClocks& mine = clocks_[w.index];
+  const auto has = [cta](const Knowledge& known) { return known.foreign && known.foreign->count(cta) != 0; };
+  return has(mine.common) || ((mine.own_mask >> lane & 1) && has(*mine.own[lane]));
 }
 
 void Order::acquire_all(const Warp& w, const Knowledge& from) { clocks_[w.index].common.assign(from); }
@@ -174,7 +207,8 @@ void Order::fence(const Warp& w, u32 mask, u32 scope) {
 }
 
 // A strong read of an address: what strong writes have left there is acquired, or found and waits for a fence.
-void Order::find(const Warp& w, u32 lane, bool global, u64 address, Semantics semantics, u32 scope) {
+void Order::find(const Warp& w, u32 lane, Order* owner, u64 address, Semantics semantics, u32 scope) {
+  const bool global = owner == nullptr;
   const auto guard = hold(global);
   const SyncPlace* place = nullptr;
   if (global) {
@@ -183,10 +217,10 @@ void Order::find(const Warp& w, u32 lane, bool global, u64 address, Semantics se
     place = &found->second;
     looks_[address] = {now(w, lane), place->version};
   } else {
-    SharedPlaces::Row* row = places_.find(address);
+    SharedPlaces::Row* row = owner->places_.find(address - owner->cta_->shared_base);
     if (row == nullptr) return;
     place = &row->place;
-    row->look = {now(w, lane), place->version};
+    (owner == this ? row->look : looks_[kSharedWindow + address]) = {now(w, lane), place->version};
   }
   WarpClocks& mine = clocks_[w.index];
   const bool acquires = semantics == Semantics::kAcquire || semantics == Semantics::kBoth;
@@ -199,18 +233,19 @@ void Order::find(const Warp& w, u32 lane, bool global, u64 address, Semantics se
       own(mine, lane).merge(linear_, bare, cta);
     }
   };
-  if (scope != 0 || !global) take(place->wide);
+  if (scope != 0) take(place->wide);
   const auto narrow = place->narrow.find(linear_);
   if (narrow != place->narrow.end()) take(narrow->second);
 }
 
 // A strong write: what it releases, or what a fence has released before it, lies at the address from now on. A store
 // replaces what was there; an atomic operation adds to it.
-void Order::leave(const Warp& w, u32 lane, bool global, u64 address, Semantics semantics, u32 scope, bool replaces) {
+void Order::leave(const Warp& w, u32 lane, Order* owner, u64 address, Semantics semantics, u32 scope, bool replaces) {
   const bool releases = semantics == Semantics::kRelease || semantics == Semantics::kBoth;
-  const bool wide = scope != 0 && global;
+  const bool global = owner == nullptr;
+  const bool wide = scope != 0 && (global || cta_->cluster->members.size() > 1);
   const auto guard = hold(global);
-  SharedPlaces::Row* row = global ? nullptr : &places_.at(address);
+  SharedPlaces::Row* row = global ? nullptr : &owner->places_.at(address - owner->cta_->shared_base);
   SyncPlace& place = global ? global_->places[address] : row->place;
   if (replaces) {
     place.wide.clear();
@@ -221,7 +256,8 @@ void Order::leave(const Warp& w, u32 lane, bool global, u64 address, Semantics s
   const View view = releases ? kSeen : kPublishedCta;
   if (knows_anything(w, lane, view)) put(w, lane, view, place.narrow[linear_]);
   if (releases) clocks_[w.index].time++;
-  (global ? looks_[address] : row->look) = {now(w, lane), place.version};
+  Look& look = owner == this ? row->look : looks_[global ? address : kSharedWindow + address];
+  look = {now(w, lane), place.version};
 }
 
 // Whether a lane has anything that it could leave.

@@ -61,6 +61,7 @@ Cta::Cta(const Launch& given, const std::vector<Region>& all, GlobalOrder& order
   warpgroups.resize(count / kGroupWarps);
   priorities.resize(count);
   commit_groups.resize(static_cast<size_t>(count) * kLanes);
+  bulk_groups.resize(commit_groups.size());
   for (u32 n = 0; n < count; n++) {
     Warp& w = warps[n];
     w.cta = this;
@@ -82,6 +83,7 @@ void Cta::load_specials(Warp& w) {
   for (u32 n = 0; n < g.preload_count; n++) {
     const Preload& p = g.preloads[n];
     u32* row = w.row(static_cast<u16>(p.slot));
+    const u32 axis = p.kind >= 28 ? (p.kind - 28) % 3 : 0;
     for (u32 l = 0; l < kLanes; l++) {
       const u32 t = w.index * kLanes + l;
       switch (p.kind) {
@@ -104,16 +106,26 @@ void Cta::load_specials(Warp& w) {
         case 22: row[l] = 0; break;
         case 23: row[l] = 1; break;
         case 24: row[l] = static_cast<u32>(warps.size()); break;
+        case 25: row[l] = p.value + (rank << kRankShift); break;
+        case 26: row[l] = rank; break;
+        case 27: row[l] = static_cast<u32>(cluster->members.size()); break;
+        case 28: case 29: case 30: row[l] = id[axis] % g.cluster[axis]; break;
+        case 31: case 32: case 33: row[l] = g.cluster[axis]; break;
+        case 34: case 35: case 36: row[l] = cluster->id[axis]; break;
+        case 37: case 38: case 39: row[l] = g.grid[axis] / g.cluster[axis]; break;
       }
     }
   }
 }
 
-void Cta::start(u32 number) {
-  linear = number;
-  id[0] = linear % launch->grid[0];
-  id[1] = linear / launch->grid[0] % launch->grid[1];
-  id[2] = linear / launch->grid[0] / launch->grid[1];
+void Cta::start(Cluster& in, u32 number) {
+  const u32* extents = launch->cluster;
+  cluster = &in;
+  rank = number;
+  shared_base = kSharedReserve + (rank << kRankShift);
+  const u32 within[] = {rank % extents[0], rank / extents[0] % extents[1], rank / extents[0] / extents[1]};
+  for (int n = 0; n < 3; n++) id[n] = in.id[n] * extents[n] + within[n];
+  linear = id[0] + launch->grid[0] * (id[1] + launch->grid[1] * id[2]);
   shared.assign(launch->shared_bytes, 0xff);
   shared_valid.assign(launch->shared_bytes, 0);
   for (Warpgroup& group : warpgroups) {
@@ -124,6 +136,8 @@ void Cta::start(u32 number) {
   mbarriers.clear();
   order.reset(*this, linear);
   pending.clear();
+  bulk.clear();
+  std::fill(bulk_groups.begin(), bulk_groups.end(), 0);
   std::fill(commit_groups.begin(), commit_groups.end(), 0);
   copies_committed.assign(order.on ? commit_groups.size() : 0, {});
   executed = 0;
@@ -136,6 +150,7 @@ void Cta::start(u32 number) {
     std::fill(w.pc, w.pc + kLanes, 0);
     w.live = w.runnable = w.born;
     w.parked = w.yielded = w.polling = w.grid_waited = 0;
+    w.cluster_arrived = w.cluster_passed = w.registers = 0;
     w.fingerprint = 0;
     w.groups = ProductGroups();
     w.stands.clear();

@@ -23,12 +23,14 @@ constexpr u32 kFullMask = 0xffffffffu;
 // Addresses. Shared ones are 32 bits wide and start past a reserve, so that none is 0; the others are windows of the
 // generic space that no registered buffer may touch.
 constexpr u32 kSharedReserve = 1024;
+// Above an address in a CTA's shared memory stands the CTA's rank in its cluster: it is one of the cluster's space too.
+constexpr u32 kRankShift = 24, kMostRanks = 16;
 constexpr u64 kSharedWindow = 0x7100'0000'0000ull;
 constexpr u64 kLocalWindow = 0x7200'0000'0000ull;
 constexpr u64 kParamWindow = 0x7300'0000'0000ull;
 constexpr u64 kWindowBytes = 1ull << 32;
 
-enum Space : u32 { kGeneric, kGlobal, kShared, kLocal, kParam, kConst };
+enum Space : u32 { kGeneric, kGlobal, kShared, kLocal, kParam, kConst, kCluster, kSpaces };
 
 // One instruction. `args` is where its operands start in the operand list: slots, or predicates (bit 15: negated).
 // `guard` is 0, or the predicate's number + 1, negative where the guard is negated.
@@ -66,7 +68,7 @@ struct Launch {
   const u8* params;
   u32 instructions, slots, predicates, preload_count, region_count, param_bytes;
   u32 local_bytes, shared_bytes, dynamic_shared_bytes;
-  u32 grid[3], block[3];
+  u32 grid[3], block[3], cluster[3];
   u32 os_threads, races;
   u32 schedule, resident;  // Schedule; CTAs that take turns on an OS thread
   u64 seed;
@@ -103,15 +105,17 @@ class Meter;
 
 #include "order.h"
 #include "warpgroup.h"
+#include "cluster.h"
 
 namespace vm {
 
-// Lanes that stand at a CTA barrier.
+// Lanes that stand at a barrier of the CTA, or at the one of the cluster (kClusterBarrier).
 struct Stand {
   u32 mask, pc;
   int barrier;
   u16 result;  // predicate or slot of barrier.red
 };
+constexpr int kClusterBarrier = 16;
 
 struct Warp {
   Cta* cta = nullptr;
@@ -130,9 +134,11 @@ struct Warp {
   bool polls_memory = false;
   u64 fingerprints[8] = {};  // of its registers after its last turns, while nothing else happened
   u32 fingerprint = 0;       // the next to be replaced
+  u32 registers = 0;    // per thread, as setmaxnreg has it; 0 before
   u32 grid_waited = 0;  // lanes past griddepcontrol.wait
   u32 store = 0;        // number of the store that runs
   ProductGroups groups;  // of wgmma
+  u32 cluster_arrived = 0, cluster_passed = 0;  // at the cluster's barrier: in this phase, and in one that has ended
   std::vector<Stand> stands;
   std::vector<u8> local;
 
@@ -150,9 +156,9 @@ struct Warp {
   int thread(int lane) const { return static_cast<int>(index) * kLanes + lane; }
 };
 
-// An asynchronous copy that has not landed, or an arrival that waits for a thread's copies.
+// A copy of at most 16 bytes that has not landed, or an arrival that waits for a thread's copies.
 struct Pending {
-  enum Kind : u32 { kCopy, kBulk, kArrive } kind;
+  enum Kind : u32 { kCopy, kArrive } kind;
   u32 thread, group;  // commit group of the thread
   u32 destination, bytes, copied;  // the rest up to `bytes` is zeros
   u64 source;
@@ -162,11 +168,12 @@ struct Pending {
   u32 number = 0;  // among the thread's copies; for an arrival, how many it waits for
 };
 
-// Of an mbarrier: what arrivals of the running phase release, what those of the last phase have; and who has made its
-// initialisation visible to the asynchronous proxy.
+// Of an mbarrier: what arrivals of the running phase release, what those of the last phase have, and the same of other
+// CTAs, which only waits of cluster scope acquire; and who has made its initialisation visible to the asynchronous
+// proxy. Bytes that come from other CTAs' shared memory have an agent of their own.
 struct MbarrierClocks {
-  Knowledge arriving, completed;
-  u32 agent = 0, phases = 0;
+  Knowledge arriving, completed, far_arriving, far_completed;
+  u32 agent = 0, far_agent = 0, phases = kInitialised;
   u32 initialiser = 0;  // thread
   Access fenced{};
 };
@@ -183,6 +190,8 @@ struct Cta {
   const Launch* launch = nullptr;
   u32 id[3] = {};
   u32 linear = 0;
+  Cluster* cluster = nullptr;
+  u32 rank = 0, shared_base = kSharedReserve;  // in the cluster; the address of the first byte of shared memory
   std::vector<u8> shared, shared_valid;
   std::vector<u32> storage;
   std::vector<Warp> warps;
@@ -193,6 +202,8 @@ struct Cta {
   Order order;
   GlobalOrder* global = nullptr;
   std::vector<Pending> pending;
+  std::vector<BulkWork> bulk;
+  std::vector<u32> bulk_groups;  // per thread: groups of bulk copies committed so far
   std::vector<u32> commit_groups;  // per thread: groups committed so far
   std::vector<std::vector<u32>> copies_committed;  // per thread: copies up to each commit
   const Region* last_region = nullptr;
@@ -205,7 +216,7 @@ struct Cta {
   std::shared_ptr<Meter> meter;  // where the launch is measured
 
   Cta(const Launch& launch, const std::vector<Region>& regions, GlobalOrder& global);
-  void start(u32 linear);
+  void start(Cluster& cluster, u32 rank);
   bool finished() const;
   // One turn of each warp; whether anything came of it. `strict`: registers that change count, accesses do not.
   bool turn(bool strict);
@@ -242,13 +253,45 @@ void order_atomic(Warp& w, const Ins& i, u64 address, int lane);
 void end_atomic(Warp& w, u32 mask, u64 address, bool changes);
 u8* shared_bytes(Cta& cta, u32 address, u32 bytes, const char* what);
 const u8* global_source(Cta& cta, u64 address, u32 bytes, bool waited);
+u8* global_bytes(Cta& cta, u64 address, u32 bytes, bool write, bool waited, const Region** in = nullptr);
+// Whether all bytes have been written, a byte for each.
+bool all_valid(const u8* valid, u32 bytes);
 u64 address_of(Warp& w, const Ins& i, u16 operand, int lane);
 
 // ---- asynchronous copies and mbarriers (async.cpp) ----
 bool complete_some(Cta& cta, bool all);
 void complete_pending(Cta& cta, size_t index);
 
+// Adds to an element in memory as these flags of `atom` say.
+void reduce(u8* at, const u8* by, u32 flags);
+
+// ---- mbarriers (mbarrier.cpp) ----
+// The bytes of an mbarrier of `owner`, of whose initialisation the lane has to know.
+u8* mbarrier_bytes(Warp& w, int lane, Cta& owner, u32 address, const char* what);
+// That the asynchronous proxy is to see the mbarrier's initialisation.
+void require_visible(Warp& w, int lane, Cta& owner, u32 address);
+// Arrivals and announced bytes; the token of before.
+u64 arrive(Cta& owner, u32 address, i32 count, i32 bytes, const char* what);
+void expect_one_more(Cta& owner, u32 address);
 std::string describe_mbarrier(const Cta& cta, u32 address);
+// Bytes that an mbarrier of the CTA still waits for when it ends.
+void require_no_bytes_awaited(const Cta& cta);
+
+// ---- clusters (cluster.cpp) ----
+// The CTA of the cluster in whose shared memory an address lies, which has not ended.
+Cta& owner_of(Cta& cta, u32 address, const char* what);
+// The same where an instruction reaches its own CTA only.
+void require_own(const Cta& cta, u32 address, const char* what);
+u8* remote_access(Warp& w, u32 address, u32 bytes, bool write, int lane, u32 strong);
+void recheck_cluster_barrier(Cluster& cluster);
+std::string describe_cluster_barrier(const Cluster& cluster);
+// After a lane's exit.
+void leave_cta(Warp& w, u32 mask);
+
+// ---- the asynchronous proxy (bulk.cpp) ----
+bool complete_bulk(Cta& cta, bool all);
+// What may not be under way any more when a CTA ends; what may lands.
+void end_bulk(Cta& cta);
 
 // ---- wgmma (wgmma.cpp) ----
 // A warp that ends must have waited for its products.

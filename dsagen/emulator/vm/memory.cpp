@@ -6,7 +6,7 @@
 namespace vm {
 namespace {
 
-const char* const kSpaceNames[] = {"generic", "global", "shared", "local", "param", "const"};
+const char* const kSpaceNames[] = {"generic", "global", "shared", "local", "param", "const", "shared::cluster"};
 
 const Region* find_region(Cta& cta, u64 address) {
   const Region* last = cta.last_region;
@@ -35,7 +35,17 @@ std::string nearest(Cta& cta, u64 address) {
   return print("%llu bytes past the end of buffer %s", static_cast<unsigned long long>(distance), best->name);
 }
 
-// Whether all bytes have been written.
+void set_valid(u8* valid, u32 bytes) {
+  switch (bytes) {
+    case 4: std::memset(valid, 1, 4); return;
+    case 8: std::memset(valid, 1, 8); return;
+    case 16: std::memset(valid, 1, 16); return;
+    default: std::memset(valid, 1, bytes);
+  }
+}
+
+}  // namespace
+
 bool all_valid(const u8* valid, u32 bytes) {
   constexpr u64 kOnes = 0x0101010101010101ull;
   u64 words[2] = {};
@@ -47,16 +57,7 @@ bool all_valid(const u8* valid, u32 bytes) {
   }
 }
 
-void set_valid(u8* valid, u32 bytes) {
-  switch (bytes) {
-    case 4: std::memset(valid, 1, 4); return;
-    case 8: std::memset(valid, 1, 8); return;
-    case 16: std::memset(valid, 1, 16); return;
-    default: std::memset(valid, 1, bytes);
-  }
-}
-
-u8* global_bytes(Cta& cta, u64 address, u32 bytes, bool write, bool waited, const Region** in = nullptr) {
+u8* global_bytes(Cta& cta, u64 address, u32 bytes, bool write, bool waited, const Region** in) {
   const auto shown = static_cast<unsigned long long>(address);
   const Region* region = find_region(cta, address);
   if (region == nullptr)
@@ -84,6 +85,8 @@ u8* global_bytes(Cta& cta, u64 address, u32 bytes, bool write, bool waited, cons
   return region->host + (address - region->begin);
 }
 
+namespace {
+
 struct LoadFormat {
   u32 bytes, count;
   bool is_signed;
@@ -102,29 +105,28 @@ u32 strength_of(u32 flags) {
 }
 Touch touch_of(bool write, u32 strong) { return strong != 0 ? Touch::kStrong : write ? Touch::kWrite : Touch::kRead; }
 
-// Where a strong access synchronises: whether in global memory, and the address in the space that it lies in.
-bool is_global(u32 flags, u64& address) {
+// Where a strong access synchronises: null for global memory, else in whose shared memory, at an address of that space.
+Order* owner_of_place(Warp& w, u32 flags, u64& address) {
   const Space space = space_of(flags);
-  if (space == kShared || space == kLocal) return false;
-  if (space == kGeneric && (address & ~(kWindowBytes - 1)) == kSharedWindow) {
-    address -= kSharedWindow;
-    return false;
-  }
-  return true;
+  if (space == kShared || space == kLocal) return &w.cta->order;
+  const bool generic = space == kGeneric && (address & ~(kWindowBytes - 1)) == kSharedWindow;
+  if (!generic && space != kCluster) return nullptr;
+  if (generic) address -= kSharedWindow;
+  return &owner_of(*w.cta, static_cast<u32>(address), "strong access").order;
 }
 
 void find(Warp& w, const Ins& i, int lane, u64 address) {
   Order& order = w.cta->order;
   if (!order.on || !order.synchronises()) return;
-  const bool global = is_global(i.flags, address);
-  order.find(w, static_cast<u32>(lane), global, address, semantics_of(i.flags), scope_of(i.flags));
+  Order* const owner = owner_of_place(w, i.flags, address);
+  order.find(w, static_cast<u32>(lane), owner, address, semantics_of(i.flags), scope_of(i.flags));
 }
 
 void leave(Warp& w, const Ins& i, int lane, u64 address, bool replaces) {
   Order& order = w.cta->order;
   if (!order.on || !order.synchronises()) return;
-  const bool global = is_global(i.flags, address);
-  order.leave(w, static_cast<u32>(lane), global, address, semantics_of(i.flags), scope_of(i.flags), replaces);
+  Order* const owner = owner_of_place(w, i.flags, address);
+  order.leave(w, static_cast<u32>(lane), owner, address, semantics_of(i.flags), scope_of(i.flags), replaces);
 }
 
 u64 load_bits(const u8* from, const LoadFormat& format) {
@@ -196,7 +198,7 @@ void st(Warp& w, const Ins& i, u32 mask) {
 }
 
 void require_writable(Warp& w, Space space, u64 address) {
-  if (space == kShared || space == kLocal) return;
+  if (space == kShared || space == kCluster || space == kLocal) return;
   const Region* region = find_region(*w.cta, address);
   if (region != nullptr && !region->writable) fail("atomic access of the read-only buffer %s", region->name);
 }
@@ -220,7 +222,9 @@ void isspacep(Warp& w, const Ins& i, u32 mask) {
     const u64 window = a & ~(kWindowBytes - 1);
     const Space space = window == kSharedWindow ? kShared : window == kLocalWindow ? kLocal
                         : window == kParamWindow ? kParam : kGlobal;
-    bits |= static_cast<u32>(space == static_cast<Space>(i.imm)) << l;
+    const bool own = space == kShared && static_cast<u32>(a) >> kRankShift == w.cta->rank;
+    const bool is = i.imm == kCluster ? space == kShared : i.imm == kShared ? own : space == static_cast<Space>(i.imm);
+    bits |= static_cast<u32>(is) << l;
   }
   w.set_predicate(x[0], mask, bits);
 }
@@ -253,7 +257,10 @@ std::string name_address(const Cta& cta, u64 address) {
     if (address >= region.begin && address < region.end)
       return print("byte %llu of buffer %s", static_cast<unsigned long long>(address - region.begin), region.name);
   const u64 shared = address >= kSharedWindow ? address - kSharedWindow : address;
-  return print("shared byte %lld", static_cast<long long>(shared) - kSharedReserve);
+  const u64 rank = shared >> kRankShift;
+  const auto byte = static_cast<long long>(shared & ((1u << kRankShift) - 1)) - kSharedReserve;
+  if (rank == cta.rank) return print("shared byte %lld", byte);
+  return print("shared byte %lld of the CTA of rank %llu", byte, static_cast<unsigned long long>(rank));
 }
 
 u64 address_of(Warp& w, const Ins& i, u16 operand, int lane) {
@@ -263,11 +270,13 @@ u64 address_of(Warp& w, const Ins& i, u16 operand, int lane) {
 }
 
 u8* shared_bytes(Cta& cta, u32 address, u32 bytes, const char* what) {
-  const u32 size = static_cast<u32>(cta.shared.size());
-  if (address < kSharedReserve || address - kSharedReserve > size || size - (address - kSharedReserve) < bytes)
+  const u32 size = static_cast<u32>(cta.shared.size()), offset = address - cta.shared_base;
+  if (offset > size || size - offset < bytes) {
+    require_own(cta, address, what);
     fail("%s of %u bytes at shared byte %lld: the CTA has %u", what, bytes,
-         static_cast<long long>(address) - kSharedReserve, size);
-  return cta.shared.data() + (address - kSharedReserve);
+         static_cast<long long>(address) - cta.shared_base, size);
+  }
+  return cta.shared.data() + offset;
 }
 
 const u8* global_source(Cta& cta, u64 address, u32 bytes, bool waited) {
@@ -281,13 +290,18 @@ u8* access(Warp& w, Space space, u64 address, u32 bytes, bool write, int lane, u
     const u64 window = address & ~(kWindowBytes - 1);
     space = window == kSharedWindow ? kShared : window == kLocalWindow ? kLocal
             : window == kParamWindow ? kParam : kGlobal;
-    if (space == kShared) address -= kSharedWindow;
+    if (space == kShared) address -= kSharedWindow, space = kCluster;
   }
   // Parameters of functions are memory of the thread.
   if (space == kParam && (address & ~(kWindowBytes - 1)) == kLocalWindow) space = kLocal;
   if ((address & (bytes - 1)) != 0)
     fail("%s of %u bytes at %s address %#llx: misaligned", write ? "write" : "read", bytes, kSpaceNames[space],
          static_cast<unsigned long long>(address));
+  if (space == kCluster) {
+    if (address >> kRankShift != cta.rank)
+      return remote_access(w, static_cast<u32>(address), bytes, write, lane, strong);
+    space = kShared;
+  }
   if (space == kShared) {
     if (address > kFullMask)
       fail("shared address %#llx has more than 32 bits", static_cast<unsigned long long>(address));

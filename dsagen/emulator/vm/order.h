@@ -96,7 +96,7 @@ struct Look {
 class SharedPlaces {
  public:
   struct Row {
-    u64 address = 0;
+    u64 offset = 0;
     u32 next = 0;  // of the same word, 1 + its number
     SyncPlace place;
     Look look;
@@ -105,8 +105,8 @@ class SharedPlaces {
     first_.assign(bytes / 4 + 1, 0);
     used_ = 0;
   }
-  Row* find(u64 address);
-  Row& at(u64 address);
+  Row* find(u64 offset);
+  Row& at(u64 offset);
 
  private:
   std::vector<u32> first_;  // by word, 1 + a row's number
@@ -123,6 +123,7 @@ class GlobalOrder {
   bool on = false;
   bool locks = false;  // CTAs run on several OS threads
   u32 views = 1;  // bit per view that the kernel's instructions can tell from kSeen
+  bool has_groups = false;  // of bulk copies out of shared memory
   const std::vector<Region>& regions;
 
   static constexpr u32 kPageBytes = 1 << 14;
@@ -151,7 +152,9 @@ struct WarpClocks {
   LaneTimes self[kViews]{};       // up to when its own accesses are known in a view
 };
 
-// Bytes for a message: of shared memory, or of a region.
+std::string cta_name(const Launch& launch, u32 linear);
+
+// Bytes for a message: of the shared memory of CTA `region`, or of a region.
 struct Where {
   bool shared;
   u32 region;
@@ -171,6 +174,13 @@ class Order {
   // Barriers; masks are of the warp's lanes.
   void release(const Warp& w, u32 mask, Knowledge& into);
   void acquire(const Warp& w, u32 mask, const Knowledge& from);
+  // The same where the times are those of another CTA, `home`.
+  void release(const Warp& w, u32 mask, Knowledge& into, u32 home);
+  void acquire(const Warp& w, u32 mask, const Knowledge& from, u32 home);
+  // What a fence of a scope beyond the CTA has published, for a relaxed arrival.
+  void release_published(const Warp& w, u32 mask, Knowledge& into, u32 home);
+  // Whether a lane knows of anything that another CTA has done.
+  bool knows_of(const Warp& w, u32 lane, u32 cta) const;
   // All lanes acquire what all of them have released into, and have nothing that is not in there.
   void acquire_all(const Warp& w, const Knowledge& from);
   void meet(const Warp& w, u32 mask);
@@ -183,6 +193,8 @@ class Order {
       visit_shared(w, lane, offset, bytes, touch, flags);
   }
   void global(const Warp& w, u32 lane, u32 region, u64 offset, u32 bytes, Touch touch, u32 flags = 0);
+  // Of the shared memory of another CTA of the cluster.
+  void remote(const Warp& w, u32 lane, Order& owner, u32 offset, u32 bytes, Touch touch, u32 flags);
   // Whether strong accesses can make threads know of each other: the kernel has instructions for it.
   bool synchronises() const { return (views >> kPending & 1) != 0; }
   // Held while an atomic access finds, leaves and changes its word, so that others see it as one step.
@@ -191,12 +203,29 @@ class Order {
     if (on && global && global_->locks) guard.lock();
     return guard;
   }
-  void find(const Warp& w, u32 lane, bool global, u64 address, Semantics semantics, u32 scope);
-  void leave(const Warp& w, u32 lane, bool global, u64 address, Semantics semantics, u32 scope, bool replaces);
+  // `owner` is null for global memory, else the CTA's in whose shared memory the address lies.
+  void find(const Warp& w, u32 lane, Order* owner, u64 address, Semantics semantics, u32 scope);
+  void leave(const Warp& w, u32 lane, Order* owner, u64 address, Semantics semantics, u32 scope, bool replaces);
   // Asynchronous copies into shared memory.
   u32 issue_copy(const Warp& w, u32 lane, u32 offset, u32 bytes);
-  void issue_bulk(const Warp& w, u32 lane, u32 offset, u32 bytes);
+  // Bulk copies (proxies.cpp). `flags` are of the write; nobody knows of it before it lands.
+  void issue_bulk(const Warp& w, u32 lane, Order& owner, u32 offset, u32 bytes, u32 flags);
   void land_bulk(u32 offset, u32 bytes, u32 agent, u32 time);
+  // A read of shared memory by a bulk copy, or a reduction there (kStrong): until time `time` of `agent`.
+  void share_bulk(const Warp& w, u32 lane, Order& owner, u32 offset, u32 bytes, u32 cta, u32 agent, u32 time,
+                  u32 flags);
+  // Those that were in flight on an mbarrier of a CTA, by this instruction, are over at that time of it.
+  void end_shared_bulk(u32 offset, u32 bytes, u32 cta, u32 agent, u32 time, u32 pc);
+  // A read, write or reduction of global memory by a bulk copy, of the lane's group number `time`.
+  void global_bulk(const Warp& w, u32 lane, u32 region, u64 offset, u64 bytes, Touch touch, u32 time);
+  // Of the lane's groups, that many have been read, or done.
+  void wait_groups(const Warp& w, u32 lane, u32 count, bool done);
+  u32 reads_of_groups(u32 warp) const { return 2 * warps + warp; }
+  u32 linear() const { return linear_; }
+  // When a CTA of a cluster ends: what others did in its shared memory was to happen before.
+  void leave_cluster(const Warp& w, u32 mask) { release(w, mask, exits_); }
+  void note_visitor(const Warp& w, u32 lane, Order& owner) const;
+  void require_others_done();
   void wait_copies(const Warp& w, u32 lane, u32 count);
   void release_copies(u32 warp, u32 lane, u32 count, Knowledge& into) const;
   u32 copies_issued(u32 warp, u32 lane) const { return clocks_[warp].issued[lane]; }
@@ -206,7 +235,7 @@ class Order {
   // mbarriers are agents.
   u32 new_agent() { return next_agent_++; }
   // Whether the lane knows of the last write of a word, which is `found`.
-  bool knows_write(const Warp& w, u32 lane, u32 offset, View view, Access& found);
+  bool knows_write(const Warp& w, u32 lane, Order& owner, u32 offset, View view, Access& found);
   Access now(const Warp& w, u32 lane, u32 flags = 0) const;
   bool knows(const Warp& w, u32 lane, View view, const Access& access) const;
 
@@ -221,9 +250,12 @@ class Order {
   bool all_known(const Sharers& sharers, const Sharers& me, const Clock& seen) const;
   bool knows_list(u32 warp, const Sharers& sharers, Shadow& shadow) const;
   bool quick_write(const Sharers& me, Sharers& sharers, const Clock& seen);
-  void issue(const Warp& w, u32 lane, u32 offset, u32 bytes, const Access& written);
+  void issue(const Warp& w, u32 lane, Order& owner, u32 offset, u32 bytes, const Access& written);
+  void require_fence(const Warp& w, u32 lane, const Unit& unit, const char* act, const Where& where) const;
+  void share_unit(const Warp& w, u32 lane, Unit& unit, Shadow& shadow, const Sharers& me, const Where& where);
   void check(const Warp& w, u32 lane, Unit& unit, Shadow& shadow, Touch touch, u32 flags, const Where& where);
   auto sees_all(const Warp& w) const;
+  void check_unit(const Warp& w, u32 lane, Unit& unit, Shadow& shadow, Touch touch, u32 flags, const Where& where);
   void check_write(const Warp& w, u32 lane, Unit& unit, Touch touch, const Where& where);
   void check_sharers(const Warp& w, u32 lane, Unit& unit, Shadow& shadow, const char* act, const Where& where);
   void check_scopes(const Warp& w, u32 lane, Unit& unit, Shadow& shadow, u32 flags, const Where& where) const;
@@ -236,6 +268,7 @@ class Order {
   void require_known_to_warpgroup(u32 first, const Access& written, const Where& where);
   void share_with_warpgroup(const Warp& w, Unit& unit, const Sharers& me, const Where& where);
   bool has_looked(const Warp& w, u32 lane, const Where& where);
+  Order& order_of(const Where& where) const;
   bool is_same_store(const Warp& w, const Access& other) const;
   std::string describe(const Where& where) const;
   [[noreturn]] void clash(u32 lane, const char* act, const Access& other, const char* did, const Where& where) const;
@@ -252,7 +285,11 @@ class Order {
   std::vector<WarpClocks> clocks_;
   std::unique_ptr<Shadow> shadow_;
   SharedPlaces places_;
-  std::unordered_map<u64, Look> looks_;  // by global address
+  std::unordered_map<u64, Look> looks_;  // by global address, or that of another CTA's shared memory
+  // In a cluster: what the threads that have exited knew, and the last access of this shared memory by each lane of
+  // other CTAs and by the bytes that each mbarrier has counted.
+  Knowledge exits_;
+  std::map<u64, Access> visitors_;
 };
 
 }  // namespace vm

@@ -34,6 +34,12 @@ inline void Order::check(const Warp& w, u32 lane, Unit& unit, Shadow& shadow, To
   }
 }
 
+// The same for other files.
+void Order::check_unit(const Warp& w, u32 lane, Unit& unit, Shadow& shadow, Touch touch, u32 flags,
+                       const Where& where) {
+  check(w, lane, unit, shadow, touch, flags, where);
+}
+
 Access Order::now(const Warp& w, u32 lane, u32 flags) const {
   const u32 warp = w.index;
   return {linear_, static_cast<u16>(warp), static_cast<u8>(warp), static_cast<u8>(lane), clocks_[warp].time, w.now,
@@ -58,8 +64,11 @@ bool Order::knows(const Warp& w, u32 lane, View view, const Access& access) cons
 
 // Whether what the sharers did happens before what the lane does now; else `culprit` is one that does not.
 bool Order::ordered(const Warp& w, u32 lane, const Sharers& sharers, Access& culprit) const {
+  // The warp of an asynchronous copy stands in its flags.
   const bool by_group = (sharers.flags & kByWarpgroup) != 0;
-  const u32 warp = by_group ? (sharers.agent - first_warpgroup_) * kGroupWarps : sharers.agent;
+  const u32 warp = by_group                 ? (sharers.agent - first_warpgroup_) * kGroupWarps
+                   : sharers.agent < warps ? sharers.agent
+                                           : sharers.flags >> kWarpShift;
   culprit = {sharers.cta, sharers.agent, static_cast<u8>(warp), 0, sharers.time, sharers.pc, sharers.flags, 0};
   // All lanes at once, if all are known.
   const WarpClocks& mine = clocks_[w.index];
@@ -72,19 +81,17 @@ bool Order::ordered(const Warp& w, u32 lane, const Sharers& sharers, Access& cul
   return true;
 }
 
-namespace {
-
 std::string cta_name(const Launch& launch, u32 linear) {
   return print("CTA (%u, %u, %u)", linear % launch.grid[0], linear / launch.grid[0] % launch.grid[1],
                linear / launch.grid[0] / launch.grid[1]);
 }
 
-}  // namespace
-
 // The lane's access meets another one.
 std::string Order::describe(const Where& where) const {
   const auto first = static_cast<unsigned long long>(where.offset), last = first + where.bytes - 1;
-  if (where.shared) return print("shared bytes %llu to %llu", first, last);
+  if (where.shared)
+    return print("shared bytes %llu to %llu", first, last) +
+           (where.region == linear_ ? "" : " of " + cta_name(*cta_->launch, where.region));
   return print("bytes %llu to %llu of buffer %s", first, last, global_->regions[where.region].name);
 }
 
@@ -103,14 +110,15 @@ void Order::clash(u32 lane, const char* act, const Access& other, const char* di
 // Whether the whole warp knows of a list's entries. It never forgets, so that is looked up once for a list.
 bool Order::knows_list(u32 warp, const Sharers& sharers, Shadow& shadow) const {
   SharerList& list = shadow.list(sharers);
-  if (list.known_by >> warp & 1) return true;
+  const bool own = shadow.by_warp(linear_);
+  if (own && (list.known_by >> warp & 1)) return true;
   const Clock& seen = clocks_[warp].common.views[kSeen];
   bool known = true;
-  shadow.each(sharers, linear_, [&](const Sharers& other) {
+  shadow.each(sharers, [&](const Sharers& other) {
     known = known && other.cta == linear_ && seen.knows_all(other.agent, other.time);
   });
   // Memory that CTAs share has other warps of these numbers.
-  if (known && shadow.by_warp()) list.known_by |= 1u << warp;
+  if (known && own) list.known_by |= 1u << warp;
   return known;
 }
 
@@ -122,7 +130,7 @@ void Order::check_sharers(const Warp& w, u32 lane, Unit& unit, Shadow& shadow, c
     if ((sharers.flags & kStrong) == 0 || !has_looked(w, lane, where)) clash(lane, act, culprit, did, where);
   };
   if (unit.sharers.agent != kMany) return one(unit.sharers);
-  if (!knows_list(w.index, unit.sharers, shadow)) shadow.each(unit.sharers, linear_, one);
+  if (!knows_list(w.index, unit.sharers, shadow)) shadow.each(unit.sharers, one);
 }
 
 // Whether the lane's access can take the place of what others of its warp did, or be one with it. Earlier ones of which
@@ -166,10 +174,10 @@ void Order::share(const Warp& w, u32 lane, Unit& unit, Shadow& shadow, Touch tou
     shadow.spread(unit);
   }
   SharerList& list = shadow.list_to_change(now);
-  if (shadow.by_warp()) {
+  if (shadow.by_warp(linear_)) {
     Sharers place = me;
     if (list.used >> warp & 1) {
-      place = shadow.entry(now, linear_, warp);
+      place = shadow.entry(now, warp);
       if (!joins(w, lane, place, flags)) share_beside(list.others, w, lane, me);
     }
     shadow.set_entry(now, place);
@@ -187,14 +195,21 @@ void Order::share_beside(std::vector<Sharers>& others, const Warp& w, u32 lane, 
 // Whether a strong access of the CTA, which happens before what the lane does now, has found the last strong write of all
 // words: what another thread did there atomically is then ordered, though nothing else that it did is.
 bool Order::has_looked(const Warp& w, u32 lane, const Where& where) {
-  const u64 first = (where.shared ? kSharedReserve : global_->regions[where.region].begin) + where.offset;
+  Order& owner = order_of(where);
+  const u64 first = (where.shared ? owner.cta_->shared_base : global_->regions[where.region].begin) + where.offset;
   const auto guard = hold(!where.shared);
   bool any = false;
   for (u64 address = first & ~u64{3}; address < first + where.bytes; address += 4) {
     const SyncPlace* place = nullptr;
     const Look* look = nullptr;
     if (where.shared) {
-      if (SharedPlaces::Row* row = places_.find(address)) place = &row->place, look = &row->look;
+      SharedPlaces::Row* row = owner.places_.find(address - owner.cta_->shared_base);
+      if (row != nullptr) place = &row->place;
+      const auto looked = looks_.find(kSharedWindow + address);
+      if (row != nullptr && &owner == this)
+        look = &row->look;
+      else if (looked != looks_.end())
+        look = &looked->second;
     } else {
       const auto found = global_->places.find(address);
       if (found != global_->places.end()) place = &found->second;
@@ -206,6 +221,13 @@ bool Order::has_looked(const Warp& w, u32 lane, const Where& where) {
     any = true;
   }
   return any;
+}
+
+// The order of the CTA in whose shared memory some bytes lie.
+Order& Order::order_of(const Where& where) const {
+  for (Cta* member : cta_->cluster->members)
+    if (where.shared && member->linear == where.region) return member->order;
+  return cta_->order;
 }
 
 bool Order::is_same_store(const Warp& w, const Access& other) const {
@@ -237,7 +259,7 @@ void Order::check_scopes(const Warp& w, u32 lane, Unit& unit, Shadow& shadow, u3
 void Order::visit_shared(const Warp& w, u32 lane, u32 offset, u32 bytes, Touch touch, u32 flags) {
   Access mine;
   if (touch == Touch::kWrite) mine = now(w, lane, flags);
-  const Where where{true, 0, offset, bytes};
+  const Where where{true, linear_, offset, bytes};
   shadow_->visit(offset, bytes, touch == Touch::kWrite ? &mine : nullptr, sees_all(w), [&](Unit& unit) {
     check(w, lane, unit, *shadow_, touch, flags, where);
   });
@@ -275,7 +297,7 @@ inline bool Order::quick_read(const Sharers& me, Unit& unit, const Clock& seen) 
   const SharerList& list = shadow_->list_to_change(now);
   Sharers place = me;
   if (list.used >> me.agent & 1) {
-    place = shadow_->entry(now, linear_, me.agent);
+    place = shadow_->entry(now, me.agent);
     if (!joins(place)) {
       if (!all_known(place, me, seen)) return false;
       place = me;
@@ -329,56 +351,6 @@ void Order::global(const Warp& w, u32 lane, u32 region, u64 offset, u32 bytes, T
                     touch == Touch::kWrite ? &mine : nullptr, sees_all(w), [&](Unit& unit) {
     check(w, lane, unit, page.shadow, touch, flags, where);
   });
-}
-
-// ---- asynchronous copies ----
-
-// A copy of at most 16 bytes, which the lane waits for itself; returns its number among the lane's.
-u32 Order::issue_copy(const Warp& w, u32 lane, u32 offset, u32 bytes) {
-  const u32 warp = w.index;
-  const u32 number = ++clocks_[warp].issued[lane];
-  Access written = now(w, lane);
-  written.agent = static_cast<u16>(warps + warp);
-  written.time = number;
-  issue(w, lane, offset, bytes, written);
-  return number;
-}
-
-void Order::issue_bulk(const Warp& w, u32 lane, u32 offset, u32 bytes) {
-  Access written = now(w, lane, kAsyncProxy);
-  written.agent = kMany;
-  written.time = kInFlight;
-  issue(w, lane, offset, bytes, written);
-}
-
-void Order::issue(const Warp& w, u32 lane, u32 offset, u32 bytes, const Access& written) {
-  const Where where{true, 0, offset, bytes};
-  shadow_->visit(offset, bytes, &written, [](const Access&) { return false; }, [&](Unit& unit) {
-    check(w, lane, unit, *shadow_, Touch::kWrite, 0, where);
-    if ((written.flags & kAsyncProxy) == 0 || (unit.write.flags & kAsyncProxy) != 0 ||
-        knows(w, lane, kProxied, unit.write)) return;
-    fail("proxy: a bulk copy into %s, which %s warp %u, lane %u wrote (%s), without fence.proxy.async in between",
-         describe(where).c_str(),
-         cta_name(*cta_->launch, unit.write.cta).c_str(), unit.write.warp, unit.write.lane,
-             place(*cta_, unit.write.pc).c_str());
-  });
-}
-
-// From here on who knows of the agent's time knows of the copy.
-void Order::land_bulk(u32 offset, u32 bytes, u32 agent, u32 time) {
-  shadow_->visit(offset, bytes, nullptr, [](const Access&) { return false; }, [&](Unit& unit) {
-    unit.write.agent = static_cast<u16>(agent);
-    unit.write.time = time;
-  });
-}
-
-bool Order::knows_write(const Warp& w, u32 lane, u32 offset, View view, Access& found) {
-  bool known = true;
-  shadow_->visit(offset, 4, nullptr, sees_all(w), [&](Unit& unit) {
-    found = unit.write;
-    known = knows(w, lane, view, unit.write);
-  });
-  return known;
 }
 
 }  // namespace vm

@@ -104,6 +104,11 @@ std::string Cta::describe_waiting() const {
   std::string text;
   for (const Warp& w : warps) {
     for (const Stand& stand : w.stands) {
+      if (stand.barrier == kClusterBarrier) {
+        text += print("\n  warp %u, lanes %#x: at the cluster's barrier, ", w.index, stand.mask) +
+                describe_cluster_barrier(*cluster) + ", " + place(*this, stand.pc);
+        continue;
+      }
       const NamedBarrier& barrier = barriers[stand.barrier];
       text += print("\n  warp %u, lanes %#x: at barrier %d, %u threads have arrived of ", w.index, stand.mask,
                     stand.barrier, barrier.arrived);
@@ -124,7 +129,7 @@ std::string Cta::describe_waiting() const {
     else
       text += print("\n  warp %u, lanes %#x: wait for parity %u of the mbarrier at shared byte %lld (%s), ", w.index,
                     w.runnable,
-                    w.poll_parity, static_cast<long long>(w.poll_address) - kSharedReserve,
+                    w.poll_parity, static_cast<long long>(w.poll_address) - shared_base,
                     describe_mbarrier(*this, static_cast<u32>(w.poll_address)).c_str()) + place(*this, w.poll_pc);
   }
   return text;
@@ -132,7 +137,8 @@ std::string Cta::describe_waiting() const {
 
 Grid::Grid(Launch& given)
     : launch(given), regions(given.regions, given.regions + given.region_count), order(given, regions),
-      count(given.grid[0] * given.grid[1] * given.grid[2]) {}
+      cluster_size(given.cluster[0] * given.cluster[1] * given.cluster[2]),
+      count(given.grid[0] * given.grid[1] * given.grid[2] / cluster_size) {}
 
 Machine::Machine(Grid& grid) : grid_(grid) {
   random_.state = (grid.launch.seed + 1) * 0x9e3779b97f4a7c15ull;
@@ -140,27 +146,55 @@ Machine::Machine(Grid& grid) : grid_(grid) {
   fill();
 }
 
-void Machine::fill() {
-  for (size_t n = 0; n < residents_.size();) {
-    if (!residents_[n]->finished()) {
-      n++;
-      continue;
-    }
-    Cta& done = *residents_[n];
-    done.counters[kInstructions] += done.executed;
-    spare_.push_back(std::move(residents_[n]));
-    residents_.erase(residents_.begin() + static_cast<std::ptrdiff_t>(n));
+// CTAs of a cluster stay until all of them have finished.
+void Machine::retire(size_t first) {
+  const auto begin = residents_.begin() + static_cast<std::ptrdiff_t>(first), end = begin + grid_.cluster_size;
+  for (auto cta = begin; cta != end; ++cta) {
+    (*cta)->counters[kInstructions] += (*cta)->executed;
+    spare_.push_back(std::move(*cta));
   }
-  while (residents_.size() < std::max(grid_.launch.resident, 1u)) {
-    const u32 linear = grid_.next.fetch_add(1);
-    if (linear >= grid_.count) {
+  residents_.erase(begin, end);
+  clusters_.erase(clusters_.begin() + static_cast<std::ptrdiff_t>(first / grid_.cluster_size));
+}
+
+void Machine::start(u32 number) {
+  const Launch& launch = grid_.launch;
+  auto cluster = std::make_unique<Cluster>();
+  u32 rest = number;
+  for (int axis = 0; axis < 3; axis++) {
+    const u32 extent = launch.grid[axis] / launch.cluster[axis];
+    cluster->id[axis] = rest % extent;
+    rest /= extent;
+  }
+  const size_t first = residents_.size();
+  for (u32 rank = 0; rank < grid_.cluster_size; rank++) {
+    if (spare_.empty()) spare_.push_back(std::make_unique<Cta>(launch, grid_.regions, grid_.order));
+    cluster->members.push_back(spare_.back().get());
+    residents_.push_back(std::move(spare_.back()));
+    spare_.pop_back();
+  }
+  for (u32 rank = 0; rank < grid_.cluster_size; rank++) residents_[first + rank]->start(*cluster, rank);
+  cluster->home = cluster->members[0]->linear;
+  clusters_.push_back(std::move(cluster));
+}
+
+void Machine::fill() {
+  const u32 size = grid_.cluster_size;
+  for (size_t first = 0; first < residents_.size();) {
+    bool finished = true;
+    for (u32 rank = 0; rank < size; rank++) finished &= residents_[first + rank]->finished();
+    if (finished)
+      retire(first);
+    else
+      first += size;
+  }
+  while (residents_.empty() || residents_.size() + size <= grid_.launch.resident) {
+    const u32 number = grid_.next.fetch_add(1);
+    if (number >= grid_.count) {
       grid_.next = grid_.count;
       break;
     }
-    if (spare_.empty()) spare_.push_back(std::make_unique<Cta>(grid_.launch, grid_.regions, grid_.order));
-    residents_.push_back(std::move(spare_.back()));
-    spare_.pop_back();
-    residents_.back()->start(linear);
+    start(number);
   }
 }
 
@@ -186,7 +220,8 @@ bool Machine::turn() {
     Cta& cta = *residents_[(first + n) % count];
     const u64 before = cta.progress;
     worked |= cta.turn(strict);
-    moved |= cta.progress != before || cta.finished();
+    // Those that have finished stay while others of their cluster run, and do nothing.
+    moved |= cta.progress != before;
   }
   still_ = moved ? 0 : still_ + 1;
   if (worked || moved) {
@@ -211,13 +246,14 @@ void Machine::report_standstill() {
   for (const auto& cta : residents_)
     for (const Warp& w : cta->warps) polls |= w.runnable != 0 && w.polls_memory;
   std::string text = polls ? "livelock: threads wait for what nobody will write" : "";
-  const u32 next = std::min<u32>(grid_.next, grid_.count);
+  const u32 next = std::min<u32>(grid_.next, grid_.count), size = grid_.cluster_size;
   if (polls && next < grid_.count)
     text += print("; of %u CTAs, those from number %u on have not started: %u are resident, and kernels that wait for "
-                  "more need "
-                  "resident=%u", grid_.count, next, std::max(grid_.launch.resident, 1u), grid_.count);
+                  "more need resident=%u", size * grid_.count, size * next, std::max(grid_.launch.resident, size),
+                  size * grid_.count);
   for (const auto& cta : residents_) {
     if (text.size() > 3000) break;
+    if (cta->finished()) continue;
     if (polls)
       text += print("\n in CTA (%u, %u, %u)", cta->id[0], cta->id[1], cta->id[2]);
     else

@@ -13,8 +13,9 @@ struct Grid {
   Launch& launch;
   std::vector<Region> regions;
   GlobalOrder order;
-  u32 count;
-  std::atomic<u32> next{0};      // the CTA that starts next
+  u32 cluster_size;
+  u32 count;                     // of clusters
+  std::atomic<u32> next{0};      // the cluster that starts next
   std::atomic<u64> activity{0};  // changes while some thread gets on
 };
 
@@ -30,9 +31,12 @@ class Machine {
 
  private:
   [[noreturn]] void report_standstill();
+  void start(u32 cluster);
+  void retire(size_t first);
 
   Grid& grid_;
-  std::vector<std::unique_ptr<Cta>> residents_;
+  std::vector<std::unique_ptr<Cta>> residents_;  // those of a cluster next to each other
+  std::vector<std::unique_ptr<Cluster>> clusters_;  // of the residents, in their order
   std::vector<std::unique_ptr<Cta>> spare_;
   Random random_{};
   u32 idle_ = 0, still_ = 0;  // turns in a row in which nothing was done, or nothing was written

@@ -12,7 +12,8 @@ Shadow::Shadow(u32 bytes, u32 warps) : warps_(warps), levels_((bytes + 15) / 16)
 
 Shadow::~Shadow() { std::free(wholes_); }
 
-void Shadow::reset() {
+void Shadow::reset(u32 owner) {
+  owner_ = owner;
   std::fill(levels_.begin(), levels_.end(), 0);
   words_.clear();
   byte_units_.clear();
@@ -46,7 +47,7 @@ u32 Shadow::new_list() {
 void Shadow::spread(Unit& unit) {
   const Sharers one = unit.sharers;
   unit.sharers = {0, kMany, one.flags, kFullMask, new_list(), 0};
-  if (one.agent < warps_)
+  if (one.agent < warps_ && one.cta == owner_)
     set_entry(unit.sharers, one);
   else
     list(unit.sharers).others.push_back(one);
@@ -158,7 +159,7 @@ namespace {
 u32 views_told_apart(const Ins& i) {
   constexpr u32 kStrongViews = 1u << kPublished | 1u << kLocal | 1u << kPending;
   const std::string name = handlers()[i.op].first;
-  if (name == "copy_bulk" || name.compare(0, 6, "wgmma_") == 0) return 1u << kProxied;
+  if (name.rfind("copy_bulk", 0) == 0 || name.rfind("wgmma_", 0) == 0) return 1u << kProxied;
   if (name == "fence") return kStrongViews;
   const bool access = name == "ld" || name == "st" || name == "atom";
   return access && (i.flags >> 13 & 7) > static_cast<u32>(Semantics::kRelaxed) ? kStrongViews : 0;
@@ -169,7 +170,11 @@ u32 views_told_apart(const Ins& i) {
 GlobalOrder::GlobalOrder(const Launch& launch, const std::vector<Region>& all) : regions(all) {
   on = launch.races != 0;
   locks = launch.os_threads > 1;
-  for (u32 n = 0; n < launch.instructions; n++) views |= views_told_apart(launch.code[n]);
+  for (u32 n = 0; n < launch.instructions; n++) {
+    views |= views_told_apart(launch.code[n]);
+    const std::string name = handlers()[launch.code[n].op].first;
+    has_groups |= name == "copy_bulk_store" || name == "copy_bulk_tensor_store";
+  }
   pages_.resize(regions.size());
   for (size_t n = 0; n < regions.size(); n++)
     if (on && regions[n].writable) pages_[n].resize((regions[n].end - regions[n].begin + kPageBytes - 1) / kPageBytes);

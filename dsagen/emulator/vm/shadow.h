@@ -14,6 +14,7 @@ struct Access {
   u32 store;  // which of the warp's stores it belongs to
 };
 enum AccessFlag : u32 { kStrong = 1, kCtaScope = 2, kAsyncProxy = 4, kByWarpgroup = 8 };
+constexpr u32 kWarpShift = 8;  // in the flags of what an asynchronous copy of a warp shares
 
 // Accesses of one instruction by lanes of one warp.
 struct Sharers {
@@ -46,7 +47,7 @@ class Shadow {
   Shadow(u32 bytes, u32 warps);  // of one CTA with so many warps, or 0
   ~Shadow();
   Shadow(const Shadow&) = delete;
-  void reset();
+  void reset(u32 owner);
   // Calls each(unit) for the units of some bytes. `written`, if not null, is then their last write. Words that one warp
   // has written at one time are looked at as one where all are accessed: as long as `sees_all` says that all of that
   // warp's lanes are known, which of them wrote does not matter.
@@ -111,20 +112,21 @@ class Shadow {
   void spread(Unit& unit);  // gives the sharers a list of their own
   SharerList& list(const Sharers& sharers) { return lists_[sharers.time]; }
   SharerList& list_to_change(Sharers& sharers);
-  bool by_warp() const { return warps_ != 0; }
+  // Whether lists have a place for each warp of a CTA.
+  bool by_warp(u32 cta) const { return warps_ != 0 && cta == owner_; }
   // What a list has of a warp among its `used` ones.
-  Sharers entry(const Sharers& sharers, u32 cta, u32 warp) const {
+  Sharers entry(const Sharers& sharers, u32 warp) const {
     const Entry& e = entries_[sharers.time * warps_ + warp];
-    return {cta, static_cast<u16>(warp), static_cast<u16>(e.flags), e.lanes, e.time, e.pc};
+    return {owner_, static_cast<u16>(warp), static_cast<u16>(e.flags), e.lanes, e.time, e.pc};
   }
   void set_entry(const Sharers& sharers, const Sharers& one) {
     lists_[sharers.time].used |= 1u << one.agent;
     entries_[sharers.time * warps_ + one.agent] = {one.lanes, one.time, one.pc, one.flags};
   }
   template <class F>
-  void each(const Sharers& sharers, u32 cta, F f) const {
+  void each(const Sharers& sharers, F f) const {
     const SharerList& list = lists_[sharers.time];
-    for (u32 m = list.used; m != 0; m &= m - 1) f(entry(sharers, cta, static_cast<u32>(__builtin_ctz(m))));
+    for (u32 m = list.used; m != 0; m &= m - 1) f(entry(sharers, static_cast<u32>(__builtin_ctz(m))));
     for (const Sharers& other : list.others) f(other);
   }
 
@@ -147,6 +149,7 @@ class Shadow {
   void free_list(u32 list);
 
   u32 warps_;
+  u32 owner_ = 0;  // the CTA whose memory it is
   std::vector<u32> levels_;
   Unit* wholes_;
   std::vector<std::array<Unit, 4>> words_;

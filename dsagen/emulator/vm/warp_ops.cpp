@@ -231,12 +231,27 @@ void exit_lanes(Warp& w, const Ins&, u32 mask) {
   w.stop = true;
   w.cta->progress++;
   recheck_barriers(*w.cta);
+  leave_cta(w, mask);
 }
 
 void nothing(Warp&, const Ins&, u32) {}
 
-// All lanes of the warp have to be here.
-void aligned_nothing(Warp& w, const Ins&, u32 mask) { gather(w, mask, w.born); }
+// setmaxnreg. How many registers a kernel starts with is not in its PTX; what all warps have in the end has to be there.
+void set_registers(Warp& w, const Ins& i, u32 mask) {
+  if (!gather(w, mask, w.born)) return;
+  constexpr u32 kLeast = 24, kMost = 256, kUnit = 8, kOfAnSm = 65536;
+  const u32 count = static_cast<u32>(i.imm);
+  if (count < kLeast || count > kMost || count % kUnit != 0)
+    fail("setmaxnreg: %u registers are no multiple of %u from %u to %u", count, kUnit, kLeast, kMost);
+  w.registers = count;
+  u32 sum = 0;
+  for (const Warp& other : w.cta->warps) {
+    if (other.registers == 0) return;
+    sum += kLanes * other.registers;
+  }
+  if (sum > kOfAnSm)
+    fail("setmaxnreg: the warps of the CTA now have %u registers, and a multiprocessor has %u", sum, kOfAnSm);
+}
 
 void pause(Warp& w, const Ins&, u32 mask) { yield_lanes(w, mask); }
 
@@ -272,7 +287,7 @@ const Register registers[] = {{"shfl", together<5, shfl>},
                               {"bra", bra},
                               {"exit", exit_lanes},
                               {"nothing", nothing},
-                              {"aligned_nothing", aligned_nothing},
+                              {"set_registers", set_registers},
                               {"pause", pause},
                               {"grid_wait", grid_wait},
                               {"trap", trap},

@@ -76,7 +76,7 @@ void Order::read_by_warpgroup(const Warp& w, u32 time, const std::vector<u32>& a
     return true;
   };
   for (const u32 address : addresses) {
-    const Where where{true, 0, address - kSharedReserve, 16};
+    const Where where{true, linear_, address - kSharedReserve, 16};
     const auto read = [&](Unit& unit) {
       if (unit.write.time != 0 && !known(unit.write)) require_known_to_warpgroup(first, unit.write, where);
       share_with_warpgroup(w, unit, me, where);

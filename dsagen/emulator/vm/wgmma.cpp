@@ -85,7 +85,9 @@ void fetch(Cta& cta, const std::vector<u32>& addresses, std::vector<u8>& bytes) 
   for (const u32 address : addresses) {
     // Ahead of the reserve it wraps around.
     const u64 at = address - kSharedReserve;
-    if (at + kChunkBytes > size) shared_bytes(cta, address, kChunkBytes, "wgmma.mma_async: read");
+    // A descriptor has no room for a rank: it is always one of the own CTA.
+    if (at + kChunkBytes > size)
+      shared_bytes(cta, address | cta.rank << kRankShift, kChunkBytes, "wgmma.mma_async: read");
     constexpr u64 kOnes = 0x0101010101010101ull;
     u64 written[2];
     std::memcpy(written, valid + at, sizeof written);

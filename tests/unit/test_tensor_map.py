@@ -1,0 +1,120 @@
+"""Tensor maps: every limit of the driver's encoder, and what either encoder is given."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dsagen.errors import DeviceError, EmulatorError, GuardError
+from dsagen.tensor_map import ELEMENT_BYTES, MAP_BYTES, TensorMap
+
+GOOD = TensorMap("bfloat16", 1 << 20, (100, 60, 7), (256, 1 << 14), (64, 8, 2), swizzle_bytes=128)
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    ({"element": "e4m3"}, "element 'e4m3': expected one of uint8"),
+    ({"sizes": ()}, r"sizes \(\): a tensor has 1 to 5 dimensions"),
+    ({"sizes": (8,) * 6}, r"sizes \(8.*\): a tensor has 1 to 5 dimensions"),
+    ({"sizes": (100, 60)}, r"strides \(256, 16384\): 1 are needed for 2 dimensions"),
+    ({"box": (64, 8)}, r"box \(64, 8\): 3 are needed for 3 dimensions"),
+    ({"element_strides": (1, 1)}, "element_strides .* 3 are needed"),
+    ({"address": 24}, "address .*24 is not among the integers 0 to .* that are multiples of 16"),
+    ({"sizes": (0, 60, 7)}, "sizes .*0 is not among the integers 1 to 4294967296"),
+    ({"sizes": (100, (1 << 32) + 1, 7)}, "sizes .*4294967297 is not among"),
+    ({"sizes": (100, True, 7)}, "sizes .*True is not among"),
+    ({"strides": (264, 1 << 14)}, "strides .*264 is not among the integers .* that are multiples of 16"),
+    ({"strides": (256, 1 << 40)}, "strides .*1099511627776 is not among"),
+    ({"box": (64, 257, 2)}, "box .*257 is not among the integers 1 to 256"),
+    ({"box": (64, 0, 2)}, "box .*0 is not among"),
+    ({"box": (63, 8, 2)}, "box .*a row of it takes 126 bytes, expected a multiple of 16"),
+    ({"box": (72, 8, 2)}, "box .*a row of it takes 144 bytes, swizzled ones at most 128"),
+    ({"element_strides": (1, 9, 1)}, "element_strides .*9 is not among the integers 1 to 8"),
+    ({"swizzle_bytes": 16}, "swizzle_bytes 16: expected one of 0, 32, 64, 128"),
+    ({"promotion_bytes": 32}, "promotion_bytes 32: expected one of 0, 64, 128, 256"),
+    ({"fill": "ones"}, "fill 'ones': expected one of zeros, nan"),
+    ({"fill": "nan", "element": "uint16"}, "fill 'nan': elements are uint16, expected a floating-point type"),
+])  # fmt: skip
+def test_what_a_driver_refuses(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(GuardError, match=rf"^\[T-21\] tensor map: {said}"):
+        replace(GOOD, **change)
+
+
+def test_the_bytes_of_a_box() -> None:
+    assert GOOD.box_bytes == 128 * 8 * 2
+    # The first step does not count, the others round up.
+    assert replace(GOOD, element_strides=(8, 3, 2)).box_bytes == 128 * 3 * 1
+
+
+def test_what_is_not_known_yet_is_refused_by_the_emulator_alone() -> None:
+    assert len(GOOD.encode_for_emulator()) == MAP_BYTES
+    with pytest.raises(EmulatorError, match="a row of the box takes 64 of 128 swizzled bytes"):
+        replace(GOOD, box=(32, 8, 2)).encode_for_emulator()
+    with pytest.raises(EmulatorError, match="fill 'nan': the emulator fills with zeros only"):
+        replace(GOOD, fill="nan").encode_for_emulator()
+
+
+def test_the_emulator_tells_maps_apart() -> None:
+    changes: list[dict[str, Any]] = [{"element": name} for name in ELEMENT_BYTES if ELEMENT_BYTES[name] == 2]
+    changes += [{"address": 0}, {"sizes": (100, 61, 7)}, {"strides": (272, 1 << 14)}, {"box": (64, 9, 2)}]
+    changes += [{"element_strides": (1, 1, 2)}, {"swizzle_bytes": 0}]
+    assert len({replace(GOOD, **change).encode_for_emulator() for change in changes}) == len(changes)
+
+
+class FakeDriver:
+    """What cuda.bindings.driver has for tensor maps; enumeration members are their names."""
+
+    cuuint64_t = staticmethod(lambda value: ("u64", value))
+    cuuint32_t = staticmethod(lambda value: ("u32", value))
+
+    def __init__(self, result: object = None) -> None:
+        self.calls: list[tuple[object, ...]] = []
+        self._result = result
+
+    def __getattr__(self, name: str) -> object:
+        if not name.startswith("CUtensorMap"):
+            raise AttributeError(name)
+        return SimpleNamespace(**{member: f"{name}.{member}" for member in ENUMS[name]})
+
+    def cuTensorMapEncodeTiled(self, *arguments: object) -> tuple[object, object]:
+        self.calls.append(arguments)
+        return self._result, SimpleNamespace(opaque=[1 << 63, *range(15)])
+
+
+ENUMS = {
+    "CUtensorMapDataType": [f"CU_TENSOR_MAP_DATA_TYPE_{name.upper()}" for name in ELEMENT_BYTES],
+    "CUtensorMapInterleave": ["CU_TENSOR_MAP_INTERLEAVE_NONE"],
+    "CUtensorMapSwizzle": [f"CU_TENSOR_MAP_SWIZZLE_{name}" for name in ("NONE", "32B", "64B", "128B")],
+    "CUtensorMapL2promotion": [f"CU_TENSOR_MAP_L2_PROMOTION_{n}" for n in ("NONE", "L2_64B", "L2_128B", "L2_256B")],
+    "CUtensorMapFloatOOBfill": [f"CU_TENSOR_MAP_FLOAT_OOB_FILL_{n}" for n in ("NONE", "NAN_REQUEST_ZERO_FMA")],
+}
+
+
+def test_what_the_driver_is_given() -> None:
+    driver = FakeDriver()
+    found = replace(GOOD, promotion_bytes=256, fill="nan", element_strides=(1, 2, 1)).encode(driver)
+    assert (len(found), found[:8], found[8:24]) == (MAP_BYTES, b"\0" * 7 + b"\x80", b"\0" * 8 + b"\1" + b"\0" * 7)
+    u32, u64 = driver.cuuint32_t, driver.cuuint64_t
+    assert driver.calls == [(
+        "CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16", 3, 1 << 20, [u64(100), u64(60), u64(7)],
+        [u64(256), u64(1 << 14)], [u32(64), u32(8), u32(2)], [u32(1), u32(2), u32(1)],
+        "CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE", "CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B",
+        "CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B",
+        "CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NAN_REQUEST_ZERO_FMA",
+    )]  # fmt: skip
+
+
+def test_the_names_are_the_drivers() -> None:
+    cuda = pytest.importorskip("cuda.bindings.driver")
+    for name, members in ENUMS.items():
+        assert set(members) <= set(getattr(cuda, name).__members__)
+    # The emulator numbers the types in the same way.
+    kinds = cuda.CUtensorMapDataType
+    assert [int(getattr(kinds, member)) for member in ENUMS["CUtensorMapDataType"]] == list(range(len(ELEMENT_BYTES)))
+
+
+def test_a_refusal_of_the_driver() -> None:
+    with pytest.raises(DeviceError, match=r"cuTensorMapEncodeTiled: CUDA_ERROR_INVALID_VALUE for TensorMap\(element="):
+        GOOD.encode(FakeDriver(SimpleNamespace(name="CUDA_ERROR_INVALID_VALUE")))
