@@ -99,9 +99,13 @@ EQUIVALENTS = (
     ),
     *(
         Equivalent(
-            "sparse_decode-main-mma_sync-sm_90a-*-xkv.*-n.64-*", changes, (line,),
+            kernels, changes, (line,),
             "the ring holds no more tiles than there are buffers: a tile lands where the one lay that had its buffer "
             "before, once the value warps have freed that, which is after their last read of the buffer",
+        )
+        for kernels in (
+            "sparse_decode-main-mma_sync-sm_90a-*-xkv.*-n.64-*",
+            "sparse_decode-main-mma_sync-sm_80-kv.bf16_d512-*",
         )
         for changes, line in (
             (("removed", "relaxed"), "ptx::mbarrier_wait(ptx::shared_address(&shared.drained[buffer]), "),
