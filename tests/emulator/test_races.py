@@ -175,6 +175,70 @@ def test_a_flag_in_shared_memory() -> None:
         assert "race: read of shared bytes" in race(body.format(release=release, acquire=acquire), threads=64)
 
 
+def test_a_word_that_other_lanes_access_atomically() -> None:
+    """Lane 4 writes where lane 1 does so atomically, and has itself accessed another word last."""
+    body = WORD + "st.shared.u32 [%r2], 7; bar.sync 0; xor.b32 %r3, %r0, 4; mad.lo.u32 %r3, %r3, 4, %r1;"
+    body += "atom.relaxed.cta.shared.add.u32 %r5, [%r3], 1; xor.b32 %r4, %r0, 1; mad.lo.u32 %r4, %r4, 4, %r1;"
+    found = race(body + "st.shared.u32 [%r4], %r0; membar.cta;")
+    assert "race: write of shared bytes 4 to 7, which CTA (0, 0, 0) warp 0, lane 5 accesses atomically" in found
+    run(body + "bar.warp.sync -1; st.shared.u32 [%r4], %r0; membar.cta;")
+
+
+# Words in the order in which lanes have them, so that a store fills 16 bytes with words of several lanes.
+ORDERS = {
+    "in a row": "mov.u32 %r20, %r9;",
+    "across": "and.b32 %r20, %r9, 7; shr.u32 %r21, %r9, 3; mad.lo.u32 %r20, %r20, 4, %r21;",
+    "backwards": "sub.u32 %r20, 31, %r9;",
+}
+PIECES = {4: ("u32", "%r50"), 8: ("u64", "%d50"), 16: ("v4.u32", "{%r50, %r51, %r52, %r53}")}
+
+
+def reach(order: str, size: int, space: str, lane: str) -> tuple[str, str]:
+    """What computes the address of a lane's piece of `size` bytes, and its operand; `lane` sets %r9."""
+    body = f"{lane} {ORDERS[order]} mul.lo.u32 %r20, %r20, {size}; cvt.u64.u32 %d20, %r20; add.u64 %d20, %d20, %d0;"
+    return body + "add.u32 %r20, %r20, %r1;", "[%r20]" if space == "shared" else "[%d20]"
+
+
+OWN, OTHERS = "and.b32 %r9, %r0, 31;", "xor.b32 %r9, %r0, 9; and.b32 %r9, %r9, 31;"
+
+
+@pytest.mark.parametrize("space", ["shared", "global"])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("size", [4, 8])
+@pytest.mark.parametrize("then", ["st", "ld"])
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_store_that_fills_16_bytes_with_words_of_several_lanes(
+    space: str, order: str, size: int, then: str, wide: bool
+) -> None:
+    """It is kept as one write, of which the lanes stay known: what follows is a race just where it would be one."""
+    kind, value = PIECES[size]
+    at, operand = reach(order, size, space, OWN)
+    first = f"mov.u32 %r1, tile; setp.lt.u32 %p1, %r0, 32; {at} @%p1 st.{space}.{kind} {operand}, {value};"
+    later = 16 if wide else size
+
+    def follow(lane: str, guard: str = "%p1") -> str:
+        at, operand = reach("in a row" if wide else order, later, space, lane)
+        if wide:  # only where the first store has been
+            at += f"setp.lt.u32 %p2, %r9, {2 * size}; and.pred %p2, %p2, {guard};"
+        kind, value = PIECES[later]
+        line = f"st.{space}.{kind} {operand}, {value};" if then == "st" else f"ld.{space}.{kind} {value}, {operand};"
+        return f"{at} @{'%p2' if wide else guard} {line}"
+
+    if not wide:
+        run(first + follow(OWN), 1)  # the lane itself
+    for order_of in ("bar.warp.sync -1;", "bar.sync 0;"):
+        run(first + order_of + follow(OTHERS), 1)
+    assert "race: " in race(first + follow(OTHERS))
+    # Another warp, which knows of it past a barrier only; and again by the first, which does not know of the other.
+    second = "setp.ge.u32 %p3, %r0, 32;"
+    run(first + "bar.sync 0;" + second + follow(OTHERS, "%p3"), 1, threads=64)
+    assert "race: " in race(first + "bar.warp.sync -1;" + second + follow(OTHERS, "%p3"), threads=64)
+    last = f"{at} @%p1 st.{space}.{kind} {operand}, {value};"
+    body = first + "bar.sync 0;" + second + follow(OTHERS, "%p3")
+    assert "race: write of" in race(body + "bar.warp.sync -1;" + last, threads=64)
+    run(body + "bar.sync 0;" + last, 1, threads=64)
+
+
 LAST_BLOCK = """
 ld.param.u64 %d0, [p0]; ld.param.u64 %d1, [p1]; mov.u32 %r1, %ctaid.x; mov.u32 %r9, %nctaid.x;
 mad.wide.u32 %d2, %r1, 4, %d0; setp.ne.u32 %p1, %r0, 0; @%p1 bra DONE;

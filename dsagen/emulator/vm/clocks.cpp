@@ -90,6 +90,12 @@ void Clock::clear() {
 
 namespace {
 
+bool covers(const Clock (&to)[kViews], const Clock (&from)[kViews]) {
+  for (u32 v = 0; v < kViews; v++)
+    if (!from[v].empty() && !to[v].covers(from[v])) return false;
+  return true;
+}
+
 void join(Clock (&to)[kViews], const Clock (&from)[kViews]) {
   for (u32 v = 0; v < kViews; v++)
     if (!from[v].empty() && !to[v].covers(from[v])) to[v].merge(from[v]);
@@ -97,23 +103,57 @@ void join(Clock (&to)[kViews], const Clock (&from)[kViews]) {
 
 }  // namespace
 
+std::map<u32, Knowledge>& Knowledge::own_foreign() {
+  // Only threads of one CTA have one in common, and these run on one thread of the host.
+  if (!foreign)
+    foreign = std::make_shared<std::map<u32, Knowledge>>();
+  else if (foreign.use_count() > 1)
+    foreign = std::make_shared<std::map<u32, Knowledge>>(*foreign);
+  return *foreign;
+}
+
+const Knowledge* Knowledge::of(u32 cta) const {
+  if (!foreign) return nullptr;
+  const auto found = foreign->find(cta);
+  return found == foreign->end() ? nullptr : &found->second;
+}
+
 void Knowledge::merge(u32 home, const Knowledge& other, u32 other_home) {
-  const auto of_cta = [&](u32 cta) -> Knowledge& {
-    if (cta == home) return *this;
-    if (!foreign) foreign = std::make_unique<std::map<u32, Knowledge>>();
-    return (*foreign)[cta];
+  const auto take = [&](u32 cta, const Knowledge& known) {
+    if (cta == home) return join(views, known.views);
+    const Knowledge* there = of(cta);
+    if (there != nullptr && covers(there->views, known.views)) return;
+    join(own_foreign()[cta].views, known.views);
   };
-  join(of_cta(other_home).views, other.views);
-  if (!other.foreign) return;
-  for (const auto& [cta, known] : *other.foreign) join(of_cta(cta).views, known.views);
+  take(other_home, other);
+  if (!other.foreign || other.foreign == foreign) return;
+  if (!foreign && other_home == home) {
+    foreign = other.foreign;
+    return;
+  }
+  for (const auto& [cta, known] : *other.foreign) take(cta, known);
 }
 
 // Takes over what contains all that is known here already.
 void Knowledge::assign(const Knowledge& other) {
   for (u32 v = 0; v < kViews; v++) views[v] = other.views[v];
-  if (!other.foreign) return;
-  if (!foreign) foreign = std::make_unique<std::map<u32, Knowledge>>();
-  for (const auto& [cta, known] : *other.foreign) (*foreign)[cta].assign(known);
+  if (other.foreign) foreign = other.foreign;
+}
+
+void Knowledge::learn(u32 home, u32 cta, View view, const Clock& clock) {
+  const Knowledge* there = cta == home ? this : of(cta);
+  if (clock.empty() || (there != nullptr && there->views[view].covers(clock))) return;
+  (cta == home ? *this : own_foreign()[cta]).views[view].merge(clock);
+}
+
+void Knowledge::see_in(View view) {
+  views[view].merge(views[kSeen]);
+  if (!foreign) return;
+  for (const auto& [cta, known] : *foreign)
+    if (!known.views[view].covers(known.views[kSeen])) {
+      for (auto& other : own_foreign()) other.second.views[view].merge(other.second.views[kSeen]);
+      return;
+    }
 }
 
 void Knowledge::clear() {
@@ -123,9 +163,8 @@ void Knowledge::clear() {
 
 bool Knowledge::knows(u32 home, View view, u32 cta, u32 agent, u32 lane, u32 time) const {
   if (cta == home) return views[view].knows(agent, lane, time);
-  if (!foreign) return false;
-  const auto found = foreign->find(cta);
-  return found != foreign->end() && found->second.views[view].knows(agent, lane, time);
+  const Knowledge* there = of(cta);
+  return there != nullptr && there->views[view].knows(agent, lane, time);
 }
 
 }  // namespace vm

@@ -14,14 +14,23 @@ void Order::reset(Cta& cta, u32 linear) {
   first_warpgroup_ = next_agent_;
   next_agent_ += warps / kGroupWarps;
   if (!on) return;
-  clocks_.clear();
   clocks_.resize(warps);
+  for (WarpClocks& clocks : clocks_) clocks.reset();
   if (!shadow_) shadow_ = std::make_unique<Shadow>(cta.launch->shared_bytes, warps);
   shadow_->reset(linear_);
   places_.reset(synchronises() ? cta.launch->shared_bytes : 0);
   looks_.clear();
   exits_.clear();
   visitors_.clear();
+}
+
+void WarpClocks::reset() {
+  differs = false;
+  time = 1;
+  common.clear();
+  own_mask = 0;
+  issued.fill(0);
+  for (u32 v = 0; v < kViews; v++) waited[v].fill(0), self[v].fill(0);
 }
 
 SharedPlaces::Row* SharedPlaces::find(u64 offset) {
@@ -108,9 +117,9 @@ void Order::release_published(const Warp& w, u32 mask, Knowledge& into, u32 home
   into.merge(home, started, linear_);
   for (u32 m = mask; m != 0; m &= m - 1) {
     const u32 lane = static_cast<u32>(__builtin_ctz(m));
-    std::map<u32, Knowledge> published;
+    std::map<u32, Clock> published;
     if (synchronises() && knows_anything(w, lane, kPublished)) put(w, lane, kPublished, published);
-    for (const auto& [cta, known] : published) into.merge(home, known, cta);
+    for (const auto& [cta, known] : published) into.learn(home, cta, kSeen, known);
   }
 }
 
@@ -120,7 +129,12 @@ bool Order::knows_of(const Warp& w, u32 lane, u32 cta) const {
   return has(mine.common) || ((mine.own_mask >> lane & 1) && has(*mine.own[lane]));
 }
 
-void Order::acquire_all(const Warp& w, const Knowledge& from) { clocks_[w.index].common.assign(from); }
+void Order::acquire_all(const Warp& w, const Knowledge& from) {
+  WarpClocks& mine = clocks_[w.index];
+  mine.common.assign(from);
+  mine.own_mask = 0;
+  if (w.live == w.born) mine.differs = false;
+}
 
 // bar.warp.sync
 void Order::meet(const Warp& w, u32 mask) {
@@ -142,11 +156,7 @@ void Order::promote(const Warp& w, u32 mask, View view) {
   if (!(views >> view & 1)) return;
   WarpClocks& mine = clocks_[w.index];
   mine.differs = true;
-  if (mask == w.live) {
-    mine.common.views[view].merge(mine.common.views[kSeen]);
-    if (mine.common.foreign)
-      for (auto& other : *mine.common.foreign) other.second.views[view].merge(other.second.views[kSeen]);
-  }
+  if (mask == w.live) mine.common.see_in(view);
   for (u32 m = mask; m != 0; m &= m - 1) {
     const u32 lane = static_cast<u32>(__builtin_ctz(m));
     mine.self[view][lane] = mine.time;
@@ -156,15 +166,10 @@ void Order::promote(const Warp& w, u32 mask, View view) {
     if (mask != w.live) {
       known.views[view].merge(mine.common.views[kSeen]);
       if (mine.common.foreign)
-        for (auto& other : *mine.common.foreign) {
-          Knowledge bare;
-          bare.views[view] = other.second.views[kSeen];
-          known.merge(linear_, bare, other.first);
-        }
+        for (const auto& other : *mine.common.foreign)
+          known.learn(linear_, other.first, view, other.second.views[kSeen]);
     }
-    known.views[view].merge(known.views[kSeen]);
-    if (known.foreign)
-      for (auto& other : *known.foreign) other.second.views[view].merge(other.second.views[kSeen]);
+    known.see_in(view);
   }
   mine.time++;
 }
@@ -174,13 +179,11 @@ void Order::fence_proxy(const Warp& w, u32 mask) { promote(w, mask, kProxied); }
 namespace {
 
 // What relaxed reads have found happens before from now on: what lies in the CTA, and for a wide fence all.
-void settle(Knowledge& known, const Knowledge& found, bool wide) {
+void settle(u32 home, Knowledge& known, const Knowledge& found, bool wide) {
   known.views[kSeen].merge(found.views[kPending]);
   if (!wide || !found.foreign) return;
-  for (const auto& other : *found.foreign) {
-    if (!known.foreign) known.foreign = std::make_unique<std::map<u32, Knowledge>>();
-    (*known.foreign)[other.first].views[kSeen].merge(other.second.views[kPending]);
-  }
+  const auto all = found.foreign;  // which may be `known`'s own
+  for (const auto& other : *all) known.learn(home, other.first, kSeen, other.second.views[kPending]);
 }
 
 }  // namespace
@@ -190,16 +193,16 @@ void Order::fence(const Warp& w, u32 mask, u32 scope) {
   if (!synchronises()) return;
   WarpClocks& mine = clocks_[w.index];
   if (mask == w.live) {
-    settle(mine.common, mine.common, scope != 0);
+    settle(linear_, mine.common, mine.common, scope != 0);
     for (u32 m = mask & mine.own_mask; m != 0; m &= m - 1) {
       Knowledge& known = *mine.own[__builtin_ctz(m)];
-      settle(known, known, scope != 0);
+      settle(linear_, known, known, scope != 0);
     }
   } else {
     for (u32 m = mask; m != 0; m &= m - 1) {
       Knowledge& known = own(mine, static_cast<u32>(__builtin_ctz(m)));
-      settle(known, known, scope != 0);
-      settle(known, mine.common, scope != 0);
+      settle(linear_, known, known, scope != 0);
+      settle(linear_, known, mine.common, scope != 0);
     }
   }
   promote(w, mask, kPublishedCta);
@@ -220,17 +223,18 @@ void Order::find(const Warp& w, u32 lane, Order* owner, u64 address, Semantics s
     SharedPlaces::Row* row = owner->places_.find(address - owner->cta_->shared_base);
     if (row == nullptr) return;
     place = &row->place;
-    (owner == this ? row->look : looks_[kSharedWindow + address]) = {now(w, lane), place->version};
+    // By a reference: g++ 12 makes what is in a braced list for one side only of a conditional that is assigned to.
+    Look& look = owner == this ? row->look : looks_[kSharedWindow + address];
+    look = {now(w, lane), place->version};
   }
   WarpClocks& mine = clocks_[w.index];
   const bool acquires = semantics == Semantics::kAcquire || semantics == Semantics::kBoth;
-  const auto take = [&](const std::map<u32, Knowledge>& all) {
+  const auto take = [&](const std::map<u32, Clock>& all) {
     for (const auto& [cta, left] : all) {
       // What the whole warp has seen needs neither.
-      if (cta == linear_ && mine.common.views[kSeen].covers(left.views[kSeen])) continue;
-      Knowledge bare;
-      bare.views[acquires ? kSeen : kPending] = left.views[kSeen];
-      own(mine, lane).merge(linear_, bare, cta);
+      const Knowledge* common = cta == linear_ ? &mine.common : mine.common.of(cta);
+      if (common != nullptr && common->views[kSeen].covers(left)) continue;
+      own(mine, lane).learn(linear_, cta, acquires ? kSeen : kPending, left);
     }
   };
   if (scope != 0) take(place->wide);
@@ -268,11 +272,11 @@ bool Order::knows_anything(const Warp& w, u32 lane, View view) const {
 }
 
 // What a lane knows and has done, in a view, to what lies at an address, by CTA.
-void Order::put(const Warp& w, u32 lane, View view, std::map<u32, Knowledge>& to) const {
+void Order::put(const Warp& w, u32 lane, View view, std::map<u32, Clock>& to) const {
   const WarpClocks& mine = clocks_[w.index];
   const auto add = [&](u32 cta, const Clock& known) {
     if (known.empty()) return;
-    Clock& there = to[cta].views[kSeen];
+    Clock& there = to[cta];
     if (!there.covers(known)) there.merge(known);
   };
   const auto add_all = [&](const Knowledge& known) {
@@ -283,8 +287,8 @@ void Order::put(const Warp& w, u32 lane, View view, std::map<u32, Knowledge>& to
   add_all(mine.common);
   if (mine.own_mask >> lane & 1) add_all(*mine.own[lane]);
   const u32 done = view == kSeen ? mine.time : mine.self[view][lane], copied = mine.waited[view][lane];
-  if (done != 0) to[linear_].views[kSeen].raise(w.index, lane, done);
-  if (copied != 0) to[linear_].views[kSeen].raise(warps + w.index, lane, copied);
+  if (done != 0) to[linear_].raise(w.index, lane, done);
+  if (copied != 0) to[linear_].raise(warps + w.index, lane, copied);
 }
 
 // ---- 16-byte copies ----

@@ -83,11 +83,14 @@ void Cta::load_specials(Warp& w) {
   for (u32 n = 0; n < g.preload_count; n++) {
     const Preload& p = g.preloads[n];
     u32* row = w.row(static_cast<u16>(p.slot));
+    if (p.kind == 0) {  // most of them
+      std::fill(row, row + kLanes, p.value);
+      continue;
+    }
     const u32 axis = p.kind >= 28 ? (p.kind - 28) % 3 : 0;
     for (u32 l = 0; l < kLanes; l++) {
       const u32 t = w.index * kLanes + l;
       switch (p.kind) {
-        case 0: row[l] = p.value; break;
         case 1: row[l] = t % g.block[0]; break;
         case 2: row[l] = t / g.block[0] % g.block[1]; break;
         case 3: row[l] = t / g.block[0] / g.block[1]; break;

@@ -242,8 +242,8 @@ const std::vector<std::pair<const char*, Handler>>& handlers();
 
 // ---- memory (memory.cpp) ----
 // Host bytes behind an address, after all checks; `lane` is for the message.
-// `strong` (AccessFlag): accesses that do not race with each other.
-u8* access(Warp& w, Space space, u64 address, u32 bytes, bool write, int lane, u32 strong = 0);
+// `strong` (AccessFlag): accesses that do not race with each other. `ordered`: that much has been checked.
+u8* access(Warp& w, Space space, u64 address, u32 bytes, bool write, int lane, u32 strong = 0, bool ordered = false);
 // What a generic or global address is called in messages.
 std::string name_address(const Cta& cta, u64 address);
 // The word of an atomic operation, after all checks; what it orders; and, after all lanes' are done, whether any changed

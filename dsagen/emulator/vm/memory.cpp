@@ -173,6 +173,28 @@ void ld(Warp& w, const Ins& i, u32 mask) {
   if (strong != 0) poll(w, mask, address);
 }
 
+// Lanes of a weak store whose order is checked with that of others, at less cost; see Order::store_together.
+u32 ordered_together(Warp& w, const Ins& i, u32 mask, u16 operand, Space space, u32 bytes) {
+  Cta& cta = *w.cta;
+  if (!cta.order.on || (bytes != 4 && bytes != 8) || (mask & (mask - 1)) == 0) return 0;
+  const u64 first = address_of(w, i, operand, __builtin_ctz(mask));
+  u64 base = cta.shared_base, size = cta.shared.size();
+  u32 region = kNoRegion;
+  if (space == kGeneric && (first & ~(kWindowBytes - 1)) == kSharedWindow) {
+    base += kSharedWindow;
+  } else if (space == kGlobal || space == kGeneric) {
+    const Region* found = find_region(cta, first);
+    if (found == nullptr || !found->writable) return 0;
+    base = found->begin, size = found->end - found->begin;
+    region = static_cast<u32>(found - cta.regions->data());
+  } else if (space != kShared) {
+    return 0;
+  }
+  u64 offsets[kLanes];
+  each_lane(mask, [&](int l) { offsets[l] = address_of(w, i, operand, l) - base; });
+  return cta.order.store_together(w, mask, offsets, bytes, region, size);
+}
+
 // The address, then the sources.
 void st(Warp& w, const Ins& i, u32 mask) {
   VM_OPERANDS;
@@ -182,11 +204,16 @@ void st(Warp& w, const Ins& i, u32 mask) {
   Order& order = w.cta->order;
   w.cta->progress++;
   w.store++;
+  const u32 ordered = strong != 0 ? 0 : ordered_together(w, i, mask, x[0], space, format.total());
   for (u32 m = mask; m != 0; m &= m - 1) {
     const int l = __builtin_ctz(m);
     order.met = false;
-    u8* to = access(w, space, address_of(w, i, x[0], l), format.total(), true, l, strong);
+    u8* to = access(w, space, address_of(w, i, x[0], l), format.total(), true, l, strong, ordered >> l & 1);
     if (strong != 0) leave(w, i, l, address_of(w, i, x[0], l), true);
+    if (format.bytes == 4 && !order.met) {
+      for (u32 n = 0; n < format.count; n++) std::memcpy(to + 4 * n, w.row(x[1 + n]) + l, 4);
+      continue;
+    }
     for (u32 n = 0; n < format.count; n++) {
       const u32* row = w.row(x[1 + n]);
       const u64 bits = format.bytes == 8 ? get<u64>(row, l) : row[l];
@@ -283,7 +310,7 @@ const u8* global_source(Cta& cta, u64 address, u32 bytes, bool waited) {
   return global_bytes(cta, address, bytes, false, waited);
 }
 
-u8* access(Warp& w, Space space, u64 address, u32 bytes, bool write, int lane, u32 strong) {
+u8* access(Warp& w, Space space, u64 address, u32 bytes, bool write, int lane, u32 strong, bool ordered) {
   Cta& cta = *w.cta;
   cta.fault_lane = static_cast<u32>(lane);
   if (space == kGeneric) {
@@ -314,7 +341,7 @@ u8* access(Warp& w, Space space, u64 address, u32 bytes, bool write, int lane, u
            bytes,
            static_cast<long long>(at - cta.shared.data()));
     }
-    if (cta.order.on)
+    if (cta.order.on && !ordered)
       cta.order.shared(w, static_cast<u32>(lane), static_cast<u32>(at - cta.shared.data()), bytes,
                        touch_of(write, strong), strong);
     return at;
@@ -336,7 +363,7 @@ u8* access(Warp& w, Space space, u64 address, u32 bytes, bool write, int lane, u
   const Region* region = nullptr;
   u8* at = global_bytes(cta, address, bytes, write, w.grid_waited >> lane & 1, &region);
   // Nobody writes to read-only buffers.
-  if (cta.order.on && region->writable)
+  if (cta.order.on && region->writable && !ordered)
     cta.order.global(w, static_cast<u32>(lane), static_cast<u32>(region - cta.regions->data()),
                      address - region->begin, bytes,
                      touch_of(write, strong), strong);

@@ -25,6 +25,7 @@ struct Region;
 
 using LaneTimes = std::array<u32, kLanes>;
 constexpr u32 kInFlight = ~0u;
+constexpr u32 kNoRegion = ~0u;
 
 class Clock {
  public:
@@ -65,9 +66,14 @@ enum View : u32 {
 // Clocks of all views, of the threads of one CTA; what is known of other CTAs apart.
 struct Knowledge {
   Clock views[kViews];
-  std::unique_ptr<std::map<u32, Knowledge>> foreign;  // by CTA
+  // By CTA. Threads of a CTA that meet have it in common until one of them learns more.
+  std::shared_ptr<std::map<u32, Knowledge>> foreign;
+  std::map<u32, Knowledge>& own_foreign();  // to be changed
+  const Knowledge* of(u32 cta) const;  // another one's, if anything
 
   void merge(u32 home, const Knowledge& other, u32 other_home);
+  void learn(u32 home, u32 cta, View view, const Clock& clock);
+  void see_in(View view);  // what is known is from now on known in that way as well
   void assign(const Knowledge& other);  // of the same CTA, and no less
   void clear();
   bool knows(u32 home, View view, u32 cta, u32 agent, u32 lane, u32 time) const;
@@ -82,8 +88,8 @@ namespace vm {
 // What accesses by relaxed and by acquiring instructions find at an address.
 struct SyncPlace {
   u64 version = 0;  // counts strong writes
-  std::map<u32, Knowledge> wide;                   // by whose time: for all CTAs
-  std::map<u32, std::map<u32, Knowledge>> narrow;  // the same, for one CTA
+  std::map<u32, Clock> wide;                   // by whose time: for all CTAs
+  std::map<u32, std::map<u32, Clock>> narrow;  // the same, for one CTA
 };
 
 // What a CTA's last strong access of an address was, and which version it found or made.
@@ -150,6 +156,8 @@ struct WarpClocks {
   LaneTimes issued{};             // copies of each lane
   LaneTimes waited[kViews]{};     // of these, those that it has waited for, by view
   LaneTimes self[kViews]{};       // up to when its own accesses are known in a view
+
+  void reset();  // what single lanes knew keeps its memory
 };
 
 std::string cta_name(const Launch& launch, u32 linear);
@@ -189,12 +197,16 @@ class Order {
   void fence_proxy(const Warp& w, u32 mask);
   // Accesses of memory.
   void shared(const Warp& w, u32 lane, u32 offset, u32 bytes, Touch touch, u32 flags = 0) {
-    if (touch == Touch::kStrong || !quick(w, lane, offset, bytes, touch == Touch::kWrite))
+    if (touch == Touch::kStrong ? !quick_strong(w, lane, offset, bytes, flags)
+                                : !quick(w, lane, offset, bytes, touch == Touch::kWrite))
       visit_shared(w, lane, offset, bytes, touch, flags);
   }
   void global(const Warp& w, u32 lane, u32 region, u64 offset, u32 bytes, Touch touch, u32 flags = 0);
   // Of the shared memory of another CTA of the cluster.
   void remote(const Warp& w, u32 lane, Order& owner, u32 offset, u32 bytes, Touch touch, u32 flags);
+  // A weak store of 4 or 8 bytes a lane, at offsets into shared memory (region kNoRegion) or a region of `size` bytes:
+  // which lanes are done. Those are left that do not fill 16 bytes with others, or need a closer look.
+  u32 store_together(const Warp& w, u32 mask, const u64* offsets, u32 bytes, u32 region, u64 size);
   // Whether strong accesses can make threads know of each other: the kernel has instructions for it.
   bool synchronises() const { return (views >> kPending & 1) != 0; }
   // Held while an atomic access finds, leaves and changes its word, so that others see it as one step.
@@ -243,9 +255,10 @@ class Order {
   static Knowledge& own(WarpClocks& clocks, u32 lane);
   void promote(const Warp& w, u32 mask, View view);
   bool knows_anything(const Warp& w, u32 lane, View view) const;
-  void put(const Warp& w, u32 lane, View view, std::map<u32, Knowledge>& to) const;
+  void put(const Warp& w, u32 lane, View view, std::map<u32, Clock>& to) const;
   void visit_shared(const Warp& w, u32 lane, u32 offset, u32 bytes, Touch touch, u32 flags);
   bool quick(const Warp& w, u32 lane, u32 offset, u32 bytes, bool write);
+  bool quick_strong(const Warp& w, u32 lane, u32 offset, u32 bytes, u32 flags);
   bool quick_read(const Sharers& me, Unit& unit, const Clock& seen);
   bool all_known(const Sharers& sharers, const Sharers& me, const Clock& seen) const;
   bool knows_list(u32 warp, const Sharers& sharers, Shadow& shadow) const;
@@ -253,6 +266,7 @@ class Order {
   void issue(const Warp& w, u32 lane, Order& owner, u32 offset, u32 bytes, const Access& written);
   void require_fence(const Warp& w, u32 lane, const Unit& unit, const char* act, const Where& where) const;
   void share_unit(const Warp& w, u32 lane, Unit& unit, Shadow& shadow, const Sharers& me, const Where& where);
+  bool put_striped(const Warp& w, Shadow& shadow, u32 granule, const Access& written);
   void check(const Warp& w, u32 lane, Unit& unit, Shadow& shadow, Touch touch, u32 flags, const Where& where);
   auto sees_all(const Warp& w) const;
   void check_unit(const Warp& w, u32 lane, Unit& unit, Shadow& shadow, Touch touch, u32 flags, const Where& where);

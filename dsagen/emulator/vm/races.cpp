@@ -256,6 +256,24 @@ void Order::check_scopes(const Warp& w, u32 lane, Unit& unit, Shadow& shadow, u3
   for (const Sharers& other : list.others) one(other);
 }
 
+// An atomic access of words that have units of their own.
+bool Order::quick_strong(const Warp& w, u32 lane, u32 offset, u32 bytes, u32 flags) {
+  u32 count;
+  Unit* units = bytes > 8 ? nullptr : shadow_->exact(offset, bytes, true, sees_all(w), count);
+  if (units == nullptr) return false;
+  const u32 time = clocks_[w.index].time;
+  for (u32 n = 0; n < count; n++) {
+    // Where the lane has done the same before at this time, nothing can have changed: a write would have taken that away.
+    Sharers done = units[n].sharers;
+    if (done.lanes != 0 && done.agent == kMany && (shadow_->list(done).used >> w.index & 1) != 0)
+      done = shadow_->entry(done, w.index);
+    const bool again = done.agent == w.index && done.cta == linear_ && done.time == time && done.flags == flags;
+    if (again && (done.lanes >> lane & 1) != 0) continue;
+    check(w, lane, units[n], *shadow_, Touch::kStrong, flags, {true, linear_, offset, bytes});
+  }
+  return true;
+}
+
 void Order::visit_shared(const Warp& w, u32 lane, u32 offset, u32 bytes, Touch touch, u32 flags) {
   Access mine;
   if (touch == Touch::kWrite) mine = now(w, lane, flags);
@@ -294,15 +312,18 @@ inline bool Order::quick_read(const Sharers& me, Unit& unit, const Clock& seen) 
     if (now.agent == me.agent) return false;
     shadow_->spread(unit);
   }
-  const SharerList& list = shadow_->list_to_change(now);
   Sharers place = me;
-  if (list.used >> me.agent & 1) {
+  if (shadow_->list(now).used >> me.agent & 1) {
     place = shadow_->entry(now, me.agent);
+    const bool again = place.time == me.time && (me.lanes & ~place.lanes) == 0;
     if (!joins(place)) {
       if (!all_known(place, me, seen)) return false;
       place = me;
+    } else if (again) {
+      return true;  // nothing new: what is known of the list stays so
     }
   }
+  shadow_->list_to_change(now);
   shadow_->set_entry(now, place);
   return true;
 }

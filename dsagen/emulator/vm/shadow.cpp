@@ -4,6 +4,13 @@
 #include "machine.h"
 
 namespace vm {
+namespace {
+
+// For sharers of memory that CTAs share, where they are seldom fewer.
+constexpr size_t kRoom = 8;
+
+}  // namespace
+
 Shadow::Shadow(u32 bytes, u32 warps) : warps_(warps), levels_((bytes + 15) / 16) {
   // Never read before split() has cleared it.
   wholes_ = static_cast<Unit*>(std::calloc(std::max<size_t>(levels_.size(), 1), sizeof(Unit)));
@@ -47,28 +54,28 @@ u32 Shadow::new_list() {
 void Shadow::spread(Unit& unit) {
   const Sharers one = unit.sharers;
   unit.sharers = {0, kMany, one.flags, kFullMask, new_list(), 0};
-  if (one.agent < warps_ && one.cta == owner_)
+  if (one.agent < warps_ && one.cta == owner_) {
     set_entry(unit.sharers, one);
-  else
-    list(unit.sharers).others.push_back(one);
+    return;
+  }
+  std::vector<Sharers>& others = list(unit.sharers).others;
+  others.reserve(kRoom);
+  others.push_back(one);
 }
 
-// The list of these sharers alone, which may be changed.
-SharerList& Shadow::list_to_change(Sharers& sharers) {
-  if (list(sharers).units > 1) {
-    const u32 from = sharers.time;
-    sharers.time = new_list();
-    SharerList &mine = list(sharers), &old = lists_[from];
-    mine.used = old.used;
-    for (u32 m = old.used; m != 0; m &= m - 1) {
-      const u32 warp = static_cast<u32>(__builtin_ctz(m));
-      entries_[sharers.time * warps_ + warp] = entries_[from * warps_ + warp];
-    }
-    mine.others = old.others;
-    old.units--;
+// Gives the sharers a list of their own, which is as the one that they have with others.
+void Shadow::take_list(Sharers& sharers) {
+  const u32 from = sharers.time;
+  sharers.time = new_list();
+  SharerList &mine = list(sharers), &old = lists_[from];
+  mine.used = old.used;
+  for (u32 m = old.used; m != 0; m &= m - 1) {
+    const u32 warp = static_cast<u32>(__builtin_ctz(m));
+    entries_[sharers.time * warps_ + warp] = entries_[from * warps_ + warp];
   }
-  list(sharers).known_by = 0;
-  return list(sharers);
+  if (!old.others.empty()) mine.others.reserve(old.others.size() + kRoom);
+  mine.others = old.others;
+  old.units--;
 }
 
 // ---- units ----
@@ -103,7 +110,10 @@ void Shadow::split(u32 granule, u32 wanted) {
   }
   if (level == kWhole && wanted >= kWords) {
     const u32 at = new_words();
-    for (int n = 0; n < 4; n++) words_[at][n] = copied(wholes_[granule]);
+    for (u32 n = 0; n < 4; n++) {
+      words_[at][n] = copied(wholes_[granule]);
+      words_[at][n].write = word_of(wholes_[granule].write, n);
+    }
     drop(wholes_[granule].sharers);
     level = kWords + kKinds * at;
   }

@@ -13,8 +13,18 @@ struct Access {
   u32 flags;
   u32 store;  // which of the warp's stores it belongs to
 };
-enum AccessFlag : u32 { kStrong = 1, kCtaScope = 2, kAsyncProxy = 4, kByWarpgroup = 8 };
+enum AccessFlag : u32 { kStrong = 1, kCtaScope = 2, kAsyncProxy = 4, kByWarpgroup = 8, kStriped = 16 };
 constexpr u32 kWarpShift = 8;  // in the flags of what an asynchronous copy of a warp shares
+// Of a write of 16 bytes by several lanes at once (kStriped): which lane wrote a word, kept above the flags.
+constexpr u32 kStripesAt = 8, kStripeBits = 5;
+inline u32 stripe(u32 word, u32 lane) { return lane << (kStripesAt + kStripeBits * word); }
+inline Access word_of(const Access& write, u32 word) {
+  Access out = write;
+  if ((write.flags & kStriped) == 0) return out;
+  out.lane = static_cast<u8>(write.flags >> (kStripesAt + kStripeBits * word) & (kLanes - 1));
+  out.flags = write.flags & (kStriped - 1);
+  return out;
+}
 
 // Accesses of one instruction by lanes of one warp.
 struct Sharers {
@@ -60,6 +70,7 @@ class Shadow {
       u32& level = levels_[granule];
       Unit& all = wholes_[granule];
       if ((level & kKind) == kMerged && !(whole && sees_all(all.write))) unmerge(granule);
+      if (is_striped(granule) && !(whole && sees_all(all.write))) split(granule, kWords);
       if ((level & kKind) < wanted) split(granule, wanted);
       if ((level & kKind) == kWords && whole && written == nullptr && sees_all(words_[level / kKinds][0].write))
         merge(granule);
@@ -95,6 +106,7 @@ class Shadow {
     const u32 granule = offset / 16, level = levels_[granule], kind = level & kKind;
     count = 1;
     if (bytes == 16) {
+      if (is_striped(granule) && !sees_all(wholes_[granule].write)) return nullptr;
       if (kind == kWhole || (kind == kMerged && !write)) return wholes_ + granule;
       if (kind != kWords || write || !sees_all(words_[level / kKinds][0].write)) return nullptr;
       merge(granule);
@@ -105,13 +117,44 @@ class Shadow {
     return fits ? words_[level / kKinds].data() + offset / 4 % 4 : nullptr;
   }
 
+  // The units of 16 bytes, one or four words; none where nobody has accessed them, null where there are bytes.
+  Unit* coarse(u32 granule, u32& count) {
+    const u32 level = levels_[granule], kind = level & kKind;
+    count = kind == kUntouched ? 0 : kind == kWords ? 4 : 1;
+    return kind == kBytes ? nullptr : kind == kWords ? words_[level / kKinds].data() : wholes_ + granule;
+  }
+  // A striped write of 16 bytes that have coarse units. Words that have units of their own keep them.
+  void put_striped(u32 granule, const Access& written) {
+    u32& level = levels_[granule];
+    if ((level & kKind) == kWords) {
+      Unit* words = words_[level / kKinds].data();
+      for (u32 n = 0; n < 4; n++) {
+        drop(words[n].sharers);
+        words[n].write = word_of(written, n);
+      }
+      return;
+    }
+    Unit& all = wholes_[granule];
+    if ((level & kKind) == kMerged) free_words(granule);
+    if (level != kUntouched) drop(all.sharers);
+    all.sharers.lanes = 0;
+    all.write = written;
+    level = kWhole;
+  }
+
   void drop(Sharers& sharers) {
     if (sharers.lanes != 0 && sharers.agent == kMany && --lists_[sharers.time].units == 0) free_list(sharers.time);
     sharers.lanes = 0;
   }
   void spread(Unit& unit);  // gives the sharers a list of their own
   SharerList& list(const Sharers& sharers) { return lists_[sharers.time]; }
-  SharerList& list_to_change(Sharers& sharers);
+  // The list of these sharers alone, which may be changed.
+  SharerList& list_to_change(Sharers& sharers) {
+    if (lists_[sharers.time].units > 1) take_list(sharers);
+    SharerList& mine = lists_[sharers.time];
+    mine.known_by = 0;
+    return mine;
+  }
   // Whether lists have a place for each warp of a CTA.
   bool by_warp(u32 cta) const { return warps_ != 0 && cta == owner_; }
   // What a list has of a warp among its `used` ones.
@@ -138,6 +181,10 @@ class Shadow {
   // have a unit of their own each, and one for all that counts meanwhile.
   enum Kind : u32 { kUntouched, kWhole, kMerged, kWords, kBytes, kKinds = 8, kKind = kKinds - 1 };
 
+  bool is_striped(u32 granule) const {
+    return (levels_[granule] & kKind) == kWhole && (wholes_[granule].write.flags & kStriped) != 0;
+  }
+  void take_list(Sharers& sharers);
   Unit copied(const Unit& unit);
   void split(u32 granule, u32 level);
   void merge(u32 granule);
