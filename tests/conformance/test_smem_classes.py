@@ -6,7 +6,7 @@ import pytest
 
 from dsagen.arch import ARCHS, Arch
 from dsagen.check.run import run_check
-from dsagen.families.sparse_decode import family, geometry
+from dsagen.families.sparse_decode import geometry
 from dsagen.families.sparse_decode.geometry import Geometry
 from dsagen.families.sparse_decode.rows import Caches
 
@@ -22,8 +22,7 @@ def plan_as(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fitting(caches: Caches, heads_n: int, _: Arch) -> Geometry | None:
         return plain(caches, heads_n, ARCHS[arch])
 
-    for module in (geometry, family):
-        monkeypatch.setattr(module, "fitting_geometry", fitting)
+    monkeypatch.setattr(geometry, "fitting_geometry", fitting)
 
 
 @pytest.mark.gpu
