@@ -72,7 +72,7 @@ def explain(
         lines.append(f"  refused: {cell.op} {cell.role} on {cell.arch}: {cell.refusal}")
     for plan in selection.matrix.plans():
         lines += ["", *plan_lines(plan, _launch_guards(plan), _registers(plan))]
-    echo_lines(lines)
+    echo_lines(lines + _spec_guard_lines(selection))
 
 
 def _write_page(selection: Selection, path: Path) -> None:
@@ -200,6 +200,23 @@ def _main_plans(selection: Selection, family: str, arch: str) -> list[KernelPlan
     wanted = (family, arch, "main")
     plans = selection.matrix.plans()
     return [plan for plan in plans if (plan.variant.family, plan.variant.arch, plan.variant.kernel) == wanted]
+
+
+def _spec_guard_lines(selection: Selection) -> list[str]:
+    """The guards that hold a spec before there is a plan to say so."""
+    from dsagen.family import families
+
+    plans = selection.matrix.plans()
+    planned = {guard.guard_id for plan in plans for guard in plan.guards}
+    held = [
+        guard
+        for name in sorted({plan.variant.family for plan in plans})
+        for guard in families()[name].guards
+        if guard.when == "plan" and guard.guard_id not in planned
+    ]
+    return (
+        ["", "guards that the spec was held to", *(f"  [{g.guard_id}]  {g.expression}" for g in held)] if held else []
+    )
 
 
 def _launch_guards(plan: KernelPlan) -> Sequence[Guard]:
