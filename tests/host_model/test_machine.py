@@ -199,10 +199,16 @@ def test_exponential_and_logarithm() -> None:
         assert np.allclose(out[64:128], np.log2(x[:64].astype(np.float64)), equal_nan=True)
 
 
+# What warpgroups do together is run by the emulator only: a body of these products has no fragments to model.
+ON_THE_EMULATOR = ("store_matrix.cuh", "wgmma.cuh")
+
+
 def test_every_prim_has_a_model() -> None:
     """A prim without a model would only show as a compile error of some unit."""
     name = re.compile(r"^DSA_DEVICE [\w ]+?(\w+)\(", re.MULTILINE)
     for header in sorted((templates_folder() / "prims" / "ptx").glob("*.cuh")):
+        if header.name in ON_THE_EMULATOR:
+            continue
         model = FOLDER / "ptx" / header.name
         assert model.is_file(), f"{header.name} has no model"
         missing = set(name.findall(header.read_text())) - set(name.findall(model.read_text()))
