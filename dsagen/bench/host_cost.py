@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dsagen.errors import SpecError
+from dsagen.index_format import index_format
 from dsagen.runtime.api import Kernels
 from dsagen.runtime.driver import CudaDriver
 from dsagen.runtime.indexer import OP as LOGITS_OP
@@ -210,7 +211,9 @@ def _logits_calls(kernels: Kernels) -> Iterator[tuple[str, str, int, Call]]:
     assert spec.index is not None
     heads, dim = spec.index.heads, spec.index.dim
     q = torch.zeros(1, 1, heads, dim, device=device, dtype=torch.uint8)
-    pool = torch.zeros(PAGES, PAGE_SIZE, 1, dim + 4, device=device, dtype=torch.uint8)
+    pool = torch.zeros(
+        PAGES, PAGE_SIZE, 1, index_format(spec.index.keys).record_bytes(dim), device=device, dtype=torch.uint8
+    )
     weights = torch.zeros(1, heads, device=device)
     lengths = torch.full((1,), PAGES * PAGE_SIZE, device=device, dtype=torch.int32)
     table = torch.arange(PAGES, device=device, dtype=torch.int32)[None]

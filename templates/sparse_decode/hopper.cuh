@@ -30,6 +30,7 @@
 #include "prims/ptx/mbarrier.cuh"
 #include "prims/ptx/registers.cuh"
 #include "prims/ptx/thread.cuh"
+#include "prims/tile/operand_image.cuh"
 #include "sparse_decode/hopper_score.cuh"
 #include "sparse_decode/hopper_value.cuh"
 #include "sparse_decode/producer.cuh"
@@ -43,6 +44,8 @@ template <class C, class Shared, class Encoding, class RowCopy, class Params, cl
 struct Hopper {
   static constexpr int kConsumerWarps = C::kScoreWarps + C::kValueWarps;
   static constexpr int kThreads = 32 * (kConsumerWarps + 4);  // warps that have no work fill the producers' warpgroup
+  static_assert(C::kQueryPitchBytes == tile::OperandImage<C::kHeads>::kRowBytes);
+  static_assert(C::kProbabilityPitchBytes == tile::OperandImage<C::kHeads>::kRowBytes);
   static_assert(C::kProducers <= 4 && C::kValueWarps % 4 == 0 && C::kScoreWarps == 4);
   static_assert(C::kStages > C::kTileTokens / C::kStageTokens, "scores of a tile begin before the values of the last are done");
   static_assert(RowCopy::kArrivals == ExtraRowCopy::kArrivals);

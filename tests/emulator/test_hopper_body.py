@@ -11,12 +11,12 @@ from dataclasses import replace
 import decode
 import pytest
 
-from dsagen.check.cases import DecodeCase, ExtraCase, Lengths, Values
+from dsagen.check.cases import DecodeCase, ExtraCase, Ids, Lengths, Values
 
 pytestmark = pytest.mark.compile
 
 ARCH = "sm_90a"
-# The ring goes round; ids of all kinds; a last tile of one stage, and one without a valid token.
+# The ring goes round; ids of all kinds; the last tile has tokens in its first stage only.
 CASE = DecodeCase("hopper", batch=1, s_q=1, kv_tokens=700, topk=600, page_size=61, wild_ids=True, sink=True)
 FORMATS = {
     "v32": 16, "v32_nope": 8, "v4": 16, "v41_interleaved": 16, "v41_page_split": 24, "v41_fp4_interleaved": 16,
@@ -31,6 +31,13 @@ def test_it_is_held_to_the_reference(fmt: str, heads: int, values: Values) -> No
     main = decode.main_kernel(fmt, heads, ARCH, "hopper")
     found = decode.run(case, fmt, heads, ARCH, splits=1 if values is Values.HUGE else 2, main=main)
     assert decode.problem(case, fmt, found) == ""
+
+
+def test_what_has_no_valid_token_is_skipped() -> None:
+    """Three tiles without one, then a tile with one in its second stage."""
+    case = replace(CASE, topk=250, ids=Ids.LAST_VALID)
+    found = decode.run(case, "v32", 16, ARCH, main=decode.main_kernel("v32", 16, ARCH, "hopper"))
+    assert decode.problem(case, "v32", found) == ""
 
 
 @pytest.mark.parametrize("extra", ["v41_interleaved", "v41_fp4_interleaved"])

@@ -167,7 +167,7 @@ namespace {
 
 // Views that an instruction makes differ from kSeen, so that kernels without fences do not pay for them.
 u32 views_told_apart(const Ins& i) {
-  constexpr u32 kStrongViews = 1u << kPublished | 1u << kLocal | 1u << kPending;
+  constexpr u32 kStrongViews = 1u << kPublished | 1u << kPublishedCta | 1u << kPending;
   const std::string name = handlers()[i.op].first;
   if (name.rfind("copy_bulk", 0) == 0 || name.rfind("wgmma_", 0) == 0) return 1u << kProxied;
   if (name == "fence") return kStrongViews;

@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 NAME = "sparse_decode"
 BODY = "mma_sync"
 COMBINE_REGISTERS = 128
-# Name and header of each body of the main kernel.
-_BODIES = {
-    BODY: ("MmaSync", "sparse_decode/mma_sync.cuh"),
-    hopper.BODY: ("Hopper", "sparse_decode/hopper.cuh"),
+# Of each body of the main kernel the module with its geometry, its name and its header.
+_BODIES: dict[str, tuple[ModuleType, str, str]] = {
+    BODY: (portable, "MmaSync", "sparse_decode/mma_sync.cuh"),
+    hopper.BODY: (hopper, "Hopper", "sparse_decode/hopper.cuh"),
 }
 _ROW, _EXTRA_ROW = "Constants", "sparse_decode::ExtraRow<Constants>"
 _ROW_COPY_HEADERS = {False: "prims/tile/copy_rows_async.cuh", True: "prims/tile/copy_rows_bulk.cuh"}
@@ -163,7 +163,7 @@ def plan_main(variant: Variant, geometry: Geometry | None = None) -> KernelPlan:
     """The main kernel's plan; `geometry` overrides the preferred one (for measuring others)."""
     arch, caches = arch_row(variant.arch), variant_caches(variant)
     heads_n = variant.axis_int("n")
-    module: ModuleType = hopper if variant.body == hopper.BODY else portable
+    module = _BODIES[variant.body][0]
     chosen = geometry or module.fitting_geometry(caches, heads_n, arch) or Geometry(heads_n, 32, 2)
     fields, smem_bytes = module.smem_fields(caches, chosen)
     has_part, has_extra = caches.main.part_bytes > 0, caches.extra is not None
@@ -241,7 +241,7 @@ def _main_types(caches: Caches, g: Geometry, body: str, kv_heads: bool) -> tuple
             encoding("ExtraEncoding", caches.extra.encoding, _EXTRA_ROW),
             TypeAlias("ExtraRowCopy", f"tile::RowCopy<{_EXTRA_ROW}>", "sparse_decode/source.cuh"),
         ]
-    name, header = _BODIES[body]
+    _, name, header = _BODIES[body]
     extra = ", ExtraEncoding, ExtraRowCopy" if caches.two_formats else ""
     cpp = f"sparse_decode::{name}<Constants, SharedStorage, Encoding, RowCopy, Params{extra}>"
     if not kv_heads:

@@ -22,7 +22,7 @@ _REGISTERS = (128, 232, 24)
 
 
 def takes(caches: Caches, heads_n: int, arch: Arch) -> bool:
-    """Whether the body reads these rows."""
+    """Whether the body reads these rows: values of 512 dims that are part of them."""
     return (
         arch.mma_class == WGMMA
         and heads_n <= MAX_HEADS

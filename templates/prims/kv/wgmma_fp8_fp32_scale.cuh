@@ -81,13 +81,7 @@ struct WgmmaFp8Fp32Scale : Fp8Fp32Scale<C> {
   // warpgroup call together, each for its own tokens.
   template <int kTiles>
   static DSA_DEVICE void score(float (&s)[kTiles][4], u32 rows, u64 query, int lane) {
-    if constexpr (C::kRopeDims > 0) {
-      start_bf16_scores<Image, C::kNopeDims / 16, C::kRopeDims / 16, C::kRowPitchBytes>(s, rows + C::kRopeOffsetBytes, query, lane);
-    } else {
-#pragma unroll
-      for (int j = 0; j < kTiles; ++j) s[j][0] = s[j][1] = s[j][2] = s[j][3] = 0.0f;
-    }
-    add_unit_scores<Image>(s, Keys(rows, lane), query);
+    scaled_scores<C, Image, Keys>(s, rows, query, lane);
   }
 
   template <int kTiles>

@@ -58,6 +58,18 @@ DSA_DEVICE void add_unit_scores(float (&s)[kTiles][4], const Keys& keys, u64 que
   }
 }
 
+// s = scores of the warp's 16 tokens, rows at `rows`: bf16 rotary dims if any, and units that Keys makes and scales.
+template <class C, class Image, class Keys, int kTiles>
+DSA_DEVICE void scaled_scores(float (&s)[kTiles][4], u32 rows, u64 query, int lane) {
+  if constexpr (C::kRopeDims > 0) {
+    start_bf16_scores<Image, C::kNopeDims / 16, C::kRopeDims / 16, C::kRowPitchBytes>(s, rows + C::kRopeOffsetBytes, query, lane);
+  } else {
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) s[j][0] = s[j][1] = s[j][2] = s[j][3] = 0.0f;
+  }
+  add_unit_scores<Image>(s, Keys(rows, lane), query);
+}
+
 // s = scores of the units of `keys`, which need no scales any more.
 template <class Image, class Keys, int kTiles>
 DSA_DEVICE void plain_unit_scores(float (&s)[kTiles][4], const Keys& keys, u64 query) {

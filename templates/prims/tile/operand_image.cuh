@@ -8,7 +8,8 @@ namespace tile {
 
 template <int kRows>
 struct OperandImage {
-  static constexpr int kPieceBytes = kRows * 128;
+  static constexpr int kRowBytes = 128;  // what the swizzle spans
+  static constexpr int kPieceBytes = kRows * kRowBytes;
   static_assert(kRows % 8 == 0);
 
   // The unit-th 16 bytes of a row whose first piece begins at `row`: base + 128 row index.

@@ -2,6 +2,7 @@
 
 import pytest
 
+from dsagen import knobs
 from dsagen.arch import ARCHS, arch
 from dsagen.errors import KnobError
 from dsagen.families.sparse_decode import family, hopper
@@ -25,6 +26,10 @@ def body_of(spec: str, arch_name: str = "sm_90a") -> str:
     main = FAMILY.expand(load_spec(spec), arch(arch_name))[0].variant
     assert main is not None
     return main.body
+
+
+def test_the_knob_has_the_family_s_bodies():
+    assert (family.BODY, hopper.BODY) == knobs.SPARSE_DECODE_BODIES == tuple(family._BODIES)
 
 
 def test_without_the_knob_nothing_changes():
