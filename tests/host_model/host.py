@@ -239,10 +239,16 @@ def _compile_unit(text: str, arch: int) -> Path:
     target = CACHE / f"unit-{_digest(text + (FOLDER / 'machine.h').read_text(), flags)}"
     if not target.is_file():
         CACHE.mkdir(mode=0o700, parents=True, exist_ok=True)
-        source = target.with_suffix(".cpp")
-        source.write_text(text, encoding="utf-8")
-        _compile([*flags, "-shared", str(source)], target)
+        _compile([*flags, "-shared", str(write_source(text, target.with_suffix(".cpp")))], target)
     return target
+
+
+def write_source(text: str, path: Path) -> Path:
+    """Written aside, then renamed: the compiler of another process may be about to read the same path."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    partial.write_text(text, encoding="utf-8")
+    partial.rename(path)
+    return path
 
 
 def _digest(text: str, flags: list[str]) -> str:
