@@ -28,6 +28,12 @@ class EmulatorLimitError(GuardError):
     """A launch that is larger than the emulator takes."""
 
 
+class TableError(DsagenError, ValueError):
+    """A choice table that cannot be read, or holds what it must not."""
+
+    exit_code = 2
+
+
 class KnobError(DsagenError, ValueError):
     """An environment knob holds a value that it does not allow."""
 

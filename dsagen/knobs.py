@@ -13,6 +13,7 @@ import re
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -26,6 +27,8 @@ MOST_HOST_THREADS = 1024
 LOG_LEVELS = ("quiet", "error", "warning", "info", "debug")
 LAUNCHERS = ("auto", "c", "python")
 SPARSE_DECODE_BODIES = ("mma_sync", "hopper")
+# As the value of DSAGEN_CHOICE_TABLE: no table at all.
+NO_TABLE = "none"
 
 _LEAST_GIGABYTES, _MOST_GIGABYTES = 0.001, 1e6
 _TRUE = ("1", "true", "yes", "on")
@@ -123,15 +126,9 @@ def _parse_jobs(text: str) -> int:
     return int(text)
 
 
-def _parse_count(text: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < 1:
-        raise ValueError("expected a whole number from 1 to 999999999")
-    return int(text)
-
-
-def _parse_threads(text: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,4}", text) or not 1 <= int(text) <= MOST_HOST_THREADS:
-        raise ValueError(f"expected a whole number from 1 to {MOST_HOST_THREADS}")
+def _parse_count(text: str, most: int = 999_999_999) -> int:
+    if not re.fullmatch(r"[0-9]{1,9}", text) or not 1 <= int(text) <= most:
+        raise ValueError(f"expected a whole number from 1 to {most}")
     return int(text)
 
 
@@ -202,24 +199,16 @@ def _parse_flags(text: str) -> tuple[str, ...]:
         raise ValueError(f"not splittable into arguments ({error}); expected shell quoting") from None
 
 
-def _parse_log_level(text: str) -> str:
-    return _parse_choice(text, LOG_LEVELS)
-
-
-def _parse_launcher(text: str) -> str:
-    return _parse_choice(text, LAUNCHERS)
-
-
-def _parse_body(text: str) -> str:
-    return _parse_choice(text, SPARSE_DECODE_BODIES)
-
-
 def _parse_choice(text: str, choices: tuple[str, ...]) -> str:
     if text.lower() in choices:
         return text.lower()
     near = difflib.get_close_matches(text.lower(), choices, n=1)
     hint = f" (did you mean {near[0]!r}?)" if near else ""
     raise ValueError(f"expected one of {', '.join(choices)}{hint}")
+
+
+def _parse_table(text: str) -> str:
+    return NO_TABLE if text.lower() == NO_TABLE else str(_parse_path(text))
 
 
 def _parse_log_dest(text: str) -> str:
@@ -291,7 +280,7 @@ LOG: Knob[str] = Knob(
     "|".join(LOG_LEVELS),
     "warning",
     "How much dsagen logs; 'info' prints a line per compiled kernel, 'debug' adds store look-ups and commands.",
-    _parse_log_level,
+    partial(_parse_choice, choices=LOG_LEVELS),
 )
 LOG_DEST: Knob[str] = Knob(
     "DSAGEN_LOG_DEST",
@@ -305,15 +294,30 @@ LAUNCHER: Knob[str] = Knob(
     "|".join(LAUNCHERS),
     "auto",
     "What launches: 'c' the launcher in C, 'python' cuda-python, 'auto' the first that this machine can have.",
-    _parse_launcher,
+    partial(_parse_choice, choices=LAUNCHERS),
 )
-SPARSE_DECODE_BODY: Knob[str] = Knob(
+SPARSE_DECODE_BODY: Knob[str | None] = Knob(
     "DSAGEN_SPARSE_DECODE_BODY",
     "|".join(SPARSE_DECODE_BODIES),
-    "mma_sync",
-    "Body of sparse_decode's main kernels: 'hopper' where it is built (sm_90a, up to 32 heads in a CTA), 'mma_sync' "
-    "elsewhere. 'hopper' has not been measured.",
-    _parse_body,
+    None,
+    "Body of sparse_decode's main kernels, whatever choice tables say: 'hopper' where it is built (sm_90a, up to 32 "
+    "heads in a CTA), 'mma_sync' elsewhere. Default: what a table names, else 'mma_sync'.",
+    partial(_parse_choice, choices=SPARSE_DECODE_BODIES),
+)
+SPARSE_DECODE_LAUNCHES: Knob[int | None] = Knob(
+    "DSAGEN_SPARSE_DECODE_LAUNCHES",
+    "1|2",
+    None,
+    "1: combine splits of sparse_decode in the main kernel, where that can (body 'hopper', all its CTAs resident at "
+    "once); for tests. Default: what a choice table says, else 2.",
+    lambda text: int(_parse_choice(text, ("1", "2"))),
+)
+CHOICE_TABLE: Knob[str | None] = Knob(
+    "DSAGEN_CHOICE_TABLE",
+    "file or none",
+    None,
+    "The only choice table to read, such as `dsagen tune` writes, or 'none'. Default: the store's, then shipped ones.",
+    _parse_table,
 )
 DEBUG_SYNC: Knob[bool] = Knob(
     "DSAGEN_DEBUG_SYNC",
@@ -362,7 +366,7 @@ EMULATOR_THREADS: Knob[int | None] = Knob(
     "int 1 to 1024",
     None,
     "Threads of the host that share a launch's CTAs on the emulator. Default: the usable cores.",
-    _parse_threads,
+    partial(_parse_count, most=MOST_HOST_THREADS),
 )
 EMULATOR_MOST_CTAS: Knob[int] = Knob(
     "DSAGEN_EMULATOR_MOST_CTAS",
@@ -385,6 +389,8 @@ _KNOBS: tuple[Knob[Any], ...] = (
     LOG_DEST,
     LAUNCHER,
     SPARSE_DECODE_BODY,
+    SPARSE_DECODE_LAUNCHES,
+    CHOICE_TABLE,
     DEBUG_SYNC,
     CHECK_INDICES,
     POISON_WORKSPACE,

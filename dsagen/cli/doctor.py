@@ -6,10 +6,12 @@ import os
 import platform
 import shutil
 import sys
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, field, fields
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -17,6 +19,10 @@ from dsagen import knobs
 from dsagen.cli.selection import json_option
 from dsagen.cli.table import aligned, echo_json, echo_lines
 from dsagen.errors import DsagenError
+from dsagen.slug import parse_slug
+
+if TYPE_CHECKING:
+    from dsagen.families.sparse_decode.choice_table import ChoiceRow
 
 # What a report of trouble needs to know of: what dsagen imports, and the compiler from PyPI.
 PACKAGES = (
@@ -43,6 +49,7 @@ class Diagnosis:
     devices: dict[str, Any] = field(default_factory=dict)
     toolchain: dict[str, Any] = field(default_factory=dict)
     store: list[dict[str, Any]] = field(default_factory=list)
+    choice_tables: list[dict[str, Any]] = field(default_factory=list)
     knobs: list[dict[str, Any]] = field(default_factory=list)
     foreign: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
@@ -75,6 +82,7 @@ def diagnose() -> Diagnosis:
     _look_at_toolchain(result)
     _look_at_store(result)
     _look_at_devices(result)
+    _look_at_choice_tables(result)
     return result
 
 
@@ -175,6 +183,38 @@ def _look_at_devices(result: Diagnosis) -> None:
         result.problems.append(f"{survey.problem}: kernels can be built here, not run")
 
 
+def _look_at_choice_tables(result: Diagnosis) -> None:
+    from dsagen.families.sparse_decode.choice_table import read_tables
+
+    try:
+        tables = read_tables()
+    except DsagenError as error:
+        if str(error) not in result.problems:
+            result.problems.append(str(error))
+        return
+    here = {device["name"] for device in result.devices["devices"]}
+    for path in tables.files:
+        rows = [row for row in tables.rows if row.file == str(path)]
+        unused = {why: count for why, count in Counter(_why_unused(row, here) for row in rows).items() if why}
+        result.choice_tables.append({"file": str(path), "rows": len(rows), "not_taken": unused})
+
+
+def _why_unused(row: ChoiceRow, here: Collection[str]) -> str:
+    """Why a row of a choice table decides nothing on this machine, empty where it may."""
+    from dsagen.family import families
+    from dsagen.plan import Variant
+    from dsagen.render import render
+
+    slug = parse_slug(row.kernel)
+    try:
+        plan = families()[slug.family].plan(Variant(*(getattr(slug, part.name) for part in fields(slug))))
+    except (DsagenError, ValueError, KeyError):
+        return f"no kernel of this dsagen is {row.kernel}"
+    if render(plan).evidence_hash != row.text:
+        return f"measured with another text of {row.kernel}: run `dsagen tune` again"
+    return "" if row.device in here else f"measured on {row.device}, which this machine has not"
+
+
 def _lines(result: Diagnosis) -> list[str]:
     tools, devices = result.toolchain, result.devices
     nvcc = f"{tools['version']}, {tools['nvcc']} (from {tools['origin']})" if "nvcc" in tools else "none"
@@ -194,6 +234,10 @@ def _lines(result: Diagnosis) -> list[str]:
     lines += _section(
         "store", [[row["root"], writable[row["writable"]], f"{row['kernels']} kernels"] for row in result.store]
     )
+    lines += _section("choice tables", [[row["file"], f"{row['rows']} rows"] for row in result.choice_tables])
+    lines += [
+        f"    {count} not taken: {why}" for row in result.choice_tables for why, count in row["not_taken"].items()
+    ]
     lines += _section("knobs", [[row["name"], row["value"] or _default_text(row["default"])] for row in result.knobs])
     lines += _section("what they do", [[row["name"], row["type"], row["doc"]] for row in result.knobs])
     lines += _section("other variables that are read", [[name, text] for name, text in result.foreign.items()])

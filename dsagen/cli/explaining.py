@@ -111,8 +111,12 @@ def _benchmarks(evidence: Iterable[EvidenceRow], unit: RenderedUnit, spec_name: 
 
 def _decode_lines(selection: Selection, batch: int, s_q: int, topk: int | None, sms: int | None) -> list[str]:
     """Choice and partition of a sparse-decode call on each arch; none where the spec has no such op."""
+    from dsagen import knobs
+    from dsagen.arch import arch
     from dsagen.families.sparse_decode.choice import candidates, explain_choice
+    from dsagen.families.sparse_decode.choice_table import read_tables
     from dsagen.families.sparse_decode.op import DecodeShape
+    from dsagen.render import render
 
     spec = selection.spec
     shape = DecodeShape(batch, s_q, spec.heads, topk or spec.topk, spec.extra_topk, spec.kv_heads)
@@ -122,8 +126,13 @@ def _decode_lines(selection: Selection, batch: int, s_q: int, topk: int | None, 
         lines.append(title)
         if count is not None:
             plans, capacities = _main_plans(selection, "sparse_decode", name), (spec.topk, spec.extra_topk)
-            judged = candidates(plans, shape, capacities, count, spec.determinism)
-            lines.append(explain_choice(judged, shape))
+            device = next((row.device for row in arch(name).figures), "a device that was not measured")
+            decision = read_tables().decide(
+                shape, plans, device, lambda plan: render(plan).evidence_hash, spec.determinism
+            )
+            options = None, decision, knobs.SPARSE_DECODE_LAUNCHES.get()
+            judged = candidates(plans, shape, capacities, count, spec.determinism, *options)
+            lines.append(explain_choice(judged, shape, decision))
     return lines
 
 

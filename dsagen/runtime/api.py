@@ -16,12 +16,13 @@ from dsagen.arch import arch as arch_row
 from dsagen.build.bundle import is_bundle, read_bundle
 from dsagen.errors import DeviceError, DsagenError, GuardError, SpecError, StoreError
 from dsagen.families.sparse_decode.choice import explain_choice
+from dsagen.families.sparse_decode.choice_table import ChoiceTables, read_tables
 from dsagen.families.topk.op import Candidate as TopkCandidate
 from dsagen.families.topk.op import TopkShape, explain_call
 from dsagen.family import family_of_op
 from dsagen.guard import require_int
 from dsagen.log import configure_library_logging
-from dsagen.matrix import expand
+from dsagen.matrix import Matrix, expand
 from dsagen.plan import KernelPlan
 from dsagen.runtime import torch_ops
 from dsagen.runtime.bundled import BundledCode
@@ -120,13 +121,15 @@ def _load_bundle(
     absent = [arch for arch in archs or () if arch_row(arch).name not in chosen.archs]
     if absent:
         raise SpecError(f"{path}: packed for {', '.join(chosen.archs)}, not for {absent[0]}: pack it with --arch")
-    return Kernels(chosen.spec, device=device, archs=archs or chosen.archs, read=BundledCode.of(bundle, chosen.kernels))
+    code = BundledCode.of(bundle, chosen.kernels)
+    return Kernels(chosen.spec, device=device, archs=archs or chosen.archs, read=code, select=code.without_absent)
 
 
 class Kernels(CacheOps, DecodeOps, IndexerOps, TopkOps):
     """Kernels of one deployment, made by `dsagen.load`. Safe to use from several threads.
 
-    `open_driver` and `read` are what a test replaces: the driver, and where cubins come from.
+    `open_driver` and `read` are what a test replaces: the driver, and where cubins come from. `select` makes of the
+    spec's matrix the one that is loaded.
     """
 
     def __init__(
@@ -137,10 +140,11 @@ class Kernels(CacheOps, DecodeOps, IndexerOps, TopkOps):
         archs: Sequence[str] | None = None,
         open_driver: Callable[[], Driver] = CudaDriver,
         read: ReadCode = read_cubins,
+        select: Callable[[Matrix], Matrix] = lambda matrix: matrix,
     ) -> None:
         self.spec = spec
         # What is wrong with a spec needs no GPU to be told, so it comes first.
-        self._matrix = expand(spec, archs)
+        self._matrix = select(expand(spec, archs))
         self._matrix.require_complete()
         self._archs = tuple(dict.fromkeys(cell.arch for cell in self._matrix.cells))
         self._debug_sync, self._checks_values = knobs.DEBUG_SYNC.get(), knobs.CHECK_INDICES.get()
@@ -157,6 +161,8 @@ class Kernels(CacheOps, DecodeOps, IndexerOps, TopkOps):
         # What calls without a plan share.
         plainly = not (self._debug_sync or self._checks_values or self._poisons)
         self._decode_routes = OpRoutes(self._driver, DECODE_FORM, 1, enabled=plainly)
+        self._tables, self._texts = read_tables() if OP in spec.ops else ChoiceTables(), {}
+        self._launches = knobs.SPARSE_DECODE_LAUNCHES.get()
         self._plans: PlanCache[PlanKey, SparseDecodePlan] = PlanCache(dropped=self._decode_routes.forget)
         self._topk_plans = PlanCache()
         self._topk_choices: dict[tuple[int, TopkShape], TopkCandidate] = {}
@@ -246,7 +252,8 @@ class Kernels(CacheOps, DecodeOps, IndexerOps, TopkOps):
         combine = next(
             (f"combine: {kernels.combine.slug}" for c in judged if not c.refusals and c.partition.combine_ctas), ""
         )
-        return "\n".join(filter(None, (head, explain_choice(judged, shape), combine)))
+        told = explain_choice(judged, shape, self._decide(kernels, shape))
+        return "\n".join(filter(None, (head, told, combine)))
 
     def _refuse_capture(self, ordinal: int) -> None:
         if self._driver.is_capturing(ordinal):

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 from dsagen.build.bundle import Bundle, BundledKernel
 from dsagen.build.key import canonical_json
 from dsagen.errors import StoreError
+from dsagen.matrix import Matrix
 from dsagen.plan import KernelPlan
 from dsagen.render import instruction_hash, render
 
@@ -28,6 +29,23 @@ class BundledCode:
     def of(cls, bundle: Bundle, names: Sequence[str]) -> BundledCode:
         """The code of one spec's kernels, by slug."""
         return cls(bundle, {bundle.kernels[name].stamp.slug: bundle.kernels[name] for name in names})
+
+    def without_absent(self, matrix: Matrix) -> Matrix:
+        """The matrix without kernels that are not in the bundle, where another of the same role is.
+
+        A choice table of this machine may name a kernel that none named where the bundle was packed.
+        """
+        packed = {
+            (cell.op, cell.arch, cell.role)
+            for cell in matrix.cells
+            if cell.variant and cell.variant.slug in self.kernels
+        }
+        kept = [
+            cell
+            for cell in matrix.cells
+            if (cell.op, cell.arch, cell.role) not in packed or (cell.variant and cell.variant.slug in self.kernels)
+        ]
+        return Matrix(matrix.spec_name, tuple(kept))
 
     def __call__(self, plans: Sequence[KernelPlan]) -> Mapping[str, Any]:
         """Cubin by slug."""

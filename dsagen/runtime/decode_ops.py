@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from dsagen.errors import FrozenError, GuardError
-from dsagen.families.sparse_decode.choice import Candidate, candidates, choose
+from dsagen.families.sparse_decode.choice import Candidate, candidates, choose, judge_choice
+from dsagen.families.sparse_decode.choice_table import ChoiceTables, Decision
 from dsagen.families.sparse_decode.op import WORKSPACE_ALIGNMENT_BYTES, DecodeShape
 from dsagen.guard import require_int
+from dsagen.plan import KernelPlan
+from dsagen.render import render
 from dsagen.runtime import traced
 from dsagen.runtime.decode_lists import check_index_values
 from dsagen.runtime.decode_outputs import make_outputs
@@ -37,6 +40,11 @@ class DecodeOps(OpMethods):
     # What calls without a plan share, and how those that were checked before find it.
     _plans: PlanCache[PlanKey, SparseDecodePlan]
     _decode_routes: OpRoutes
+    # The choice tables as they were at the load, and hashes of texts that rows were compared with, by slug.
+    _tables: ChoiceTables
+    _texts: dict[str, str]
+    # Launches of a call that DSAGEN_SPARSE_DECODE_LAUNCHES asks for.
+    _launches: int | None
 
     def sparse_decode_workspace_bytes(
         self,
@@ -80,7 +88,18 @@ class DecodeOps(OpMethods):
                 f"{f' + {extra_topk}' if extra_topk else ''} exists, and making one during CUDA "
                 "graph capture is not possible: call plan_sparse_decode before the capture and pass its plan"
             )
-        return self._make_plan(kernels, self._shape(batch, s_q, topk, extra_topk), num_splits, workspace)
+        shape = self._shape(batch, s_q, topk, extra_topk)
+        return self._make_plan(kernels, shape, choose(self._judge(kernels, shape, num_splits)), workspace)
+
+    def plan_choice(self, shape: DecodeShape, slug: str, num_splits: int, launches: int) -> SparseDecodePlan:
+        """A plan with one of these main kernels, so many splits and launches, whatever tables and cost model say.
+
+        GuardError where that does not fit the shape.
+        """
+        kernels, capacities = self._on(self._ordinal(None)), (self.spec.topk, self.spec.extra_topk)
+        plan = next(plan for plan in kernels.mains if plan.slug == slug)
+        judged = judge_choice(plan, shape, capacities, kernels.facts.sm_count, (num_splits, launches))
+        return self._make_plan(kernels, shape, choose([judged]), None)
 
     def sparse_decode(
         self,
@@ -259,18 +278,19 @@ class DecodeOps(OpMethods):
         """A plan for one call of a graph. What comes after it in the graph may have its memory again."""
         kernels, device = self._on(key.ordinal), self._driver.torch_device(key.ordinal)
         shape = self._shape(key.batch, key.s_q, key.topk, key.extra_topk)
-        size = choose(self._judge(kernels, shape, key.num_splits)).partition.workspace_bytes
+        # Counters would have to outlive the call, as no memory of the graph does.
+        chosen = choose(self._judge(kernels, shape, key.num_splits, may_join=False))
+        size = chosen.partition.workspace_bytes
         workspace = None
         if size:
             memory = torch.empty(size + WORKSPACE_ALIGNMENT_BYTES, dtype=torch.uint8, device=device)
             first = -memory.data_ptr() % WORKSPACE_ALIGNMENT_BYTES
             workspace = memory[first : first + size]
-        return self._make_plan(kernels, shape, key.num_splits, workspace)
+        return self._make_plan(kernels, shape, chosen, workspace)
 
     def _make_plan(
-        self, kernels: DeviceKernels, shape: DecodeShape, num_splits: int | None, workspace: torch.Tensor | None
+        self, kernels: DeviceKernels, shape: DecodeShape, chosen: Candidate, workspace: torch.Tensor | None
     ) -> SparseDecodePlan:
-        chosen = choose(self._judge(kernels, shape, num_splits))
         main = self._loader.load(chosen.plan, kernels.ordinal)
         combine = self._loader.load(kernels.combine, kernels.ordinal) if chosen.partition.combine_ctas else None
         return SparseDecodePlan(
@@ -294,10 +314,24 @@ class DecodeOps(OpMethods):
             raise GuardError(f"[T-17] extra_topk: {extra_topk}: the spec declares no extra_kv: leave it out")
         return DecodeShape(batch, s_q, self.spec.heads, topk, extra_topk, self.spec.kv_heads)
 
-    def _judge(self, kernels: DeviceKernels, shape: DecodeShape, num_splits: int | None) -> tuple[Candidate, ...]:
+    def _judge(
+        self, kernels: DeviceKernels, shape: DecodeShape, num_splits: int | None, may_join: bool = True
+    ) -> tuple[Candidate, ...]:
         spec, sm_count = self.spec, kernels.facts.sm_count
-        capacities = (spec.topk, spec.extra_topk)
-        return candidates(kernels.mains, shape, capacities, sm_count, spec.determinism, num_splits)
+        options = num_splits, self._decide(kernels, shape), self._launches if may_join else 2
+        return candidates(kernels.mains, shape, (spec.topk, spec.extra_topk), sm_count, spec.determinism, *options)
+
+    def _decide(self, kernels: DeviceKernels, shape: DecodeShape) -> Decision:
+        """What the choice tables say of a shape on a device."""
+        device = kernels.facts.name
+        return self._tables.decide(shape, kernels.mains, device, self._text_of, self.spec.determinism)
+
+    def _text_of(self, plan: KernelPlan) -> str:
+        """Hash of a kernel's text without comments."""
+        found = self._texts.get(plan.slug)
+        if found is None:
+            found = self._texts[plan.slug] = render(plan).evidence_hash
+        return found
 
 
 def _results(tensors: DecodeTensors) -> tuple[torch.Tensor, torch.Tensor]:

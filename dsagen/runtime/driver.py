@@ -77,7 +77,7 @@ class PointerField:
 @dataclass(frozen=True)
 class LaunchConfig:
     """One launch: `grid` CTAs in x, `threads` each, `cluster` of them in one. `overlaps_previous` asks for programmatic
-    stream serialisation.
+    stream serialisation, `cooperative` for all CTAs at once or an error.
 
     `pointers` are for a driver that keeps kernels to the memory of their call.
     """
@@ -89,6 +89,7 @@ class LaunchConfig:
     overlaps_previous: bool
     pointers: tuple[PointerField, ...] = field(default=(), repr=False, compare=False)
     cluster: int = 1
+    cooperative: bool = False
 
 
 # The tensors of a call that its argument block may point into. A CUDA device maps all memory and ignores them.
@@ -316,6 +317,11 @@ class CudaDriver:
             cluster.value.clusterDim.x = config.cluster
             cluster.value.clusterDim.y = cluster.value.clusterDim.z = 1
             attributes.append(cluster)
+        if config.cooperative:
+            together = self._cuda.CUlaunchAttribute()
+            together.id = kinds.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+            together.value.cooperative = 1
+            attributes.append(together)
         return attributes
 
     def launcher(self) -> Any:

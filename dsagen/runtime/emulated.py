@@ -221,7 +221,9 @@ class EmulatorDriver:
                 config.smem_bytes,
                 memory,
                 seed=self.seed,
-                os_threads=self.threads,
+                # CTAs that wait for each other take turns, which one thread of the host gives them.
+                resident=config.grid if config.cooperative else 1,
+                os_threads=1 if config.cooperative else self.threads,
                 cluster=config.cluster if config.cluster > 1 else None,
                 races=self.races,
                 counters=self.options.counters,

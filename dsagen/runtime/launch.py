@@ -43,10 +43,11 @@ class CallForm:
 
 @dataclass(frozen=True)
 class Step:
-    """One kernel of a call, with its grid in CTAs."""
+    """One kernel of a call, with its grid in CTAs, which wait for each other where it is `cooperative`."""
 
     kernel: LoadedKernel
     grid: int
+    cooperative: bool = False
 
 
 class KernelLaunch:
@@ -56,15 +57,15 @@ class KernelLaunch:
         self,
         driver: Driver,
         op: str,
-        kernel: LoadedKernel,
-        grid: int,
+        step: Step,
         stream: int,
         block: ArgumentBlock,
         debug_sync: bool,
     ) -> None:
+        kernel = step.kernel
         self._driver, self._op, self._kernel = driver, op, kernel
         self._block, self._debug_sync = block, debug_sync
-        self._config = launch_config(Step(kernel, grid), stream)
+        self._config = launch_config(step, stream)
         self.prepared = driver.make_launch(kernel.ordinal, kernel.handle, self._config, block.pointers_address)
 
     def __call__(self, values: Mapping[str, Number], operands: Operands) -> None:
@@ -101,7 +102,7 @@ class OpLaunches:
 
     def __init__(self, driver: Driver, form: CallForm, debug_sync: bool, repeats: bool = True) -> None:
         self._driver, self._form, self._debug_sync = driver, form, debug_sync
-        self._launches: OrderedDict[tuple[str, int, int, int], KernelLaunch] = OrderedDict()
+        self._launches: OrderedDict[tuple[str, int, int, bool, int], KernelLaunch] = OrderedDict()
         self._layouts: dict[str, BlockLayout] = {}
         self._lock = threading.Lock()
         # The debug knob waits between kernels, which the launcher in C does not.
@@ -190,8 +191,9 @@ class OpLaunches:
         function, _ = self._driver.handles(step.kernel.ordinal, step.kernel.handle)
         block = layout.pack(values)
         addresses = tuple(self._addresses(plan.slug, config.pointers, values, call))
-        overlaps = config.overlaps_previous
-        return function, config.grid, config.threads, config.smem_bytes, overlaps, config.cluster, block, addresses
+        extents = config.grid, config.threads, config.smem_bytes
+        how = config.overlaps_previous, config.cluster, config.cooperative
+        return function, *extents, *how, block, addresses
 
     def _addresses(
         self, slug: str, pointers: Sequence[PointerField], values: Mapping[str, Number], call: tuple[Any, ...]
@@ -224,12 +226,12 @@ class OpLaunches:
 
     def _ready(self, step: Step, stream: int) -> KernelLaunch:
         kernel = step.kernel
-        key = (kernel.plan.slug, kernel.ordinal, step.grid, stream)
+        key = (kernel.plan.slug, kernel.ordinal, step.grid, step.cooperative, stream)
         launch = self._launches.get(key)
         if launch is None:
             block = ArgumentBlock(kernel.plan)
             op, debug_sync = self._form.op, self._debug_sync
-            launch = KernelLaunch(self._driver, op, kernel, step.grid, stream, block, debug_sync)
+            launch = KernelLaunch(self._driver, op, step, stream, block, debug_sync)
             self._launches[key] = launch
             if len(self._launches) > _MAX_LAUNCHES:
                 self._launches.popitem(last=False)
@@ -279,7 +281,8 @@ def launch_config(step: Step, stream: int) -> LaunchConfig:
         for field in plan.params
         if field.ctype == "pointer"
     )
-    return LaunchConfig(step.grid, plan.threads, plan.smem_bytes, stream, plan.overlaps_previous, pointers)
+    extents = step.grid, plan.threads, plan.smem_bytes
+    return LaunchConfig(*extents, stream, plan.overlaps_previous, pointers, cooperative=step.cooperative)
 
 
 def failure_text(

@@ -92,7 +92,7 @@ _ADDRESSES: Mapping[str, str | tuple[str, ...]] = {
     "extra_kv_part": ("extra_kpe_cache", "extra_v_cache", "extra_k_cache"),
 }
 # A call is its tensors and the softmax scale, as given.
-FORM = CallForm(OP, DecodeTensors._fields, _OUTPUTS, 1, _ADDRESSES, frozenset({"lse_accum", "o_accum"}))
+FORM = CallForm(OP, DecodeTensors._fields, _OUTPUTS, 1, _ADDRESSES, frozenset({"lse_accum", "o_accum", "arrivals"}))
 
 
 @dataclass(frozen=True)
@@ -203,6 +203,9 @@ class SparseDecodePlan:
     Made by `Kernels.plan_sparse_decode`. The workspace's address never changes, so a captured CUDA graph may hold it;
     the plan must then outlive the graph. A plan belongs to the stream of its first launch, since its workspace cannot
     serve two calls at once: a launch on another stream is an error until `rebind()`.
+
+    Where the main kernel combines, the plan also has the counters for it. They are zeros between calls: the kernel
+    leaves them so. They are never in memory that the caller lends, which others may use between calls.
     """
 
     def __init__(
@@ -224,6 +227,7 @@ class SparseDecodePlan:
         self._driver, self._main = driver, main
         self.workspace = self._make_workspace(workspace, partition.workspace_bytes)
         self._lent = self.workspace if workspace is not None else None
+        self._counters, self._are_zeros = self._make_counters(partition.counter_bytes), True
         base = self.workspace.data_ptr() if self.workspace is not None else 0
         self._arguments: dict[str, Number] = {
             "num_splits": partition.num_splits,
@@ -232,10 +236,11 @@ class SparseDecodePlan:
             "group_heads": partition.group_heads,
             "lse_accum": base,
             "o_accum": base + partition.o_accum_offset_bytes if base else 0,
+            "arrivals": self._counters.data_ptr() if self._counters is not None else 0,
         }
-        grids = (partition.main_ctas, partition.combine_ctas)
-        kernels = [kernel for kernel in (main, combine) if kernel is not None]
-        self._steps = [Step(kernel, grid) for kernel, grid in zip(kernels, grids, strict=False)]
+        self._steps = [Step(main, partition.main_ctas, cooperative=partition.one_launch)]
+        if combine is not None:
+            self._steps.append(Step(combine, partition.combine_ctas))
         self._poisons = poisons
         self._launches = OpLaunches(driver, FORM, debug_sync, repeats=not poisons)
         self._launches.hold_stream(None)
@@ -255,6 +260,11 @@ class SparseDecodePlan:
     def num_splits(self) -> int:
         """Splits of each index row; 1 needs neither workspace nor combine."""
         return self.partition.num_splits
+
+    @property
+    def launches(self) -> int:
+        """Kernels of a call."""
+        return len(self._steps)
 
     @property
     def workspace_bytes(self) -> int:
@@ -288,11 +298,19 @@ class SparseDecodePlan:
         check([WORKSPACE_GUARD], {**given, "needed_bytes": needed_bytes})
         return lent if needed_bytes else None
 
-    def _new_workspace(self, needed_bytes: int) -> torch.Tensor:
+    def _make_counters(self, needed_bytes: int) -> torch.Tensor | None:
+        if not needed_bytes:
+            return None
+        counters = self._new_workspace(needed_bytes, zero=True)
+        # The first call may come on another stream than the one that sets zeros.
+        self._driver.synchronize(self._main.ordinal, self._driver.current_stream(self._main.ordinal))
+        return counters
+
+    def _new_workspace(self, needed_bytes: int, zero: bool = False) -> torch.Tensor:
         try:
             # CUDA's allocations begin at such a multiple, those of the CPU need not.
             room = 0 if self.device.type == "cuda" else WORKSPACE_ALIGNMENT_BYTES
-            workspace = self._driver.allocate(self._main.ordinal, needed_bytes + room, zero=False)
+            workspace = self._driver.allocate(self._main.ordinal, needed_bytes + room, zero=zero)
         except RuntimeError as error:  # torch.OutOfMemoryError, and what the CPU's allocator raises
             raise DeviceError(
                 f"workspace: {needed_bytes} B cannot be had on {self.device}: plan a smaller batch or fewer splits "
@@ -352,9 +370,14 @@ class SparseDecodePlan:
             if self._poisons and self.workspace is not None:
                 # All ones is a NaN.
                 self.workspace.fill_(255)
-            operands: Operands = (*tensors, self.workspace)
+            if self._counters is not None and not self._are_zeros:
+                self._counters.zero_()
+            operands: Operands = (*tensors, self.workspace, self._counters)
             call = (*tensors, softmax_scale)
+            # Until it has been launched: what ends midway may leave counts.
+            self._are_zeros = False
             self._launches.launch(self._steps, stream, values, operands, call, (*asked, softmax_scale))
+            self._are_zeros = True
 
     def serve(self, routes: OpRoutes, call: tuple[Any, ...]) -> None:
         """Let calls without a plan that are like one of mine come to me; `call` is as the routes take it."""
@@ -366,8 +389,9 @@ class SparseDecodePlan:
                 f"[T-10] plan: belongs to stream {self._stream:#x}, the current stream is {stream:#x}: make a plan for "
                 "each stream (and for each captured graph), or call plan.rebind() once the other stream's work is done"
             )
-        if self.workspace is not None:
-            self._driver.keep_for_stream(self._main.ordinal, self.workspace)
+        for memory in (self.workspace, self._counters):
+            if memory is not None:
+                self._driver.keep_for_stream(self._main.ordinal, memory)
         self._stream = stream
         self._launches.hold_stream(stream)
 

@@ -23,6 +23,8 @@
 //   Slow path (the first tile, then rarely): column maxima -> C -> one thread per head raises the reference -> C; the value
 //   warps find the factor by which O shrinks beside the P that they take over.
 //
+// Splits are combined by another kernel, or by the value warps of all splits: hopper_combine.cuh.
+//
 // Rows without a valid id are zeros in shared memory, so that nothing stale meets a zero probability, unless their whole
 // stage has none: value warps skip it, and the scores made of it are replaced.
 #pragma once
@@ -31,6 +33,7 @@
 #include "prims/ptx/registers.cuh"
 #include "prims/ptx/thread.cuh"
 #include "prims/tile/operand_image.cuh"
+#include "sparse_decode/hopper_combine.cuh"
 #include "sparse_decode/hopper_score.cuh"
 #include "sparse_decode/hopper_value.cuh"
 #include "sparse_decode/producer.cuh"
@@ -51,6 +54,8 @@ struct Hopper {
   static_assert(RowCopy::kArrivals == ExtraRowCopy::kArrivals);
 
   static DSA_DEVICE void run(const Params& p, Shared& shared) {
+    // The combine's CTAs are placed where there is room, and wait there.
+    ptx::grid_dependency_launch();
     if (ptx::thread_index() == 0) init_barriers(shared);
     ptx::barrier_sync(0, kThreads);
     const int warp = warp_index();
@@ -77,6 +82,7 @@ struct Hopper {
     HopperValue<C, Shared, Encoding, ExtraEncoding, Params> value(p, shared, work, warp_index(), lane_index());
     value.run();
     value.write();
+    if (p.arrivals != nullptr) GridCombine<C, Params>(p, work, warp_index(), lane_index()).run();
   }
 
   static DSA_DEVICE void run_score(const Params& p, Shared& shared) {

@@ -38,7 +38,13 @@ class Kernel:
     choice: int | None = None
 
     def launch(
-        self, grid: int, values: Mapping[str, float], memory: Memory, seed: int = 0, schedule: str | None = None
+        self,
+        grid: int,
+        values: Mapping[str, float],
+        memory: Memory,
+        seed: int = 0,
+        schedule: str | None = None,
+        resident: int = 1,
     ) -> Counts:
         block = bytearray(self.plan.params_bytes)
         for field in self.plan.params:
@@ -48,7 +54,8 @@ class Kernel:
         plan = self.plan
         return emulator.launch(
             self.ptx, plan.symbol, grid, plan.threads, bytes(block), plan.smem_bytes, memory,
-            seed=seed, schedule=schedule, os_threads=2, instruction_limit=1 << 24,
+            seed=seed, schedule=schedule, os_threads=1 if resident > 1 else 2, instruction_limit=1 << 24,
+            resident=resident,
         )  # fmt: skip
 
 
@@ -92,11 +99,15 @@ def reference_of(case: DecodeCase, fmt: str, heads: int, extra: str | None = Non
 
 @dataclass(frozen=True)
 class Run:
-    """Results of a call, bf16 out [b, s_q, h, d_v] and fp32 lse [b, h, s_q], and what the main kernel did."""
+    """Results of a call, bf16 out [b, s_q, h, d_v] and fp32 lse [b, h, s_q], and what the main kernel did.
+
+    `arrivals` are the counters of splits that combine themselves, as they are left.
+    """
 
     out: torch.Tensor
     lse: torch.Tensor
     counts: Counts
+    arrivals: torch.Tensor
 
 
 def run(
@@ -111,11 +122,14 @@ def run(
     schedule: str | None = None,
     page_stride_bytes: int | None = None,
     extra: str | None = None,
+    joins: bool = False,
+    resident: int | None = None,
 ) -> Run:
-    """Main and, for several splits, combine. `main` and `combine` replace the kernels that would be compiled.
+    """Main and, for several splits, combine, unless they are to be joined in the main kernel.
 
-    With a `page_stride_bytes` the cache's pages lie so far apart, with nothing in between. `extra` is the format of the
-    second cache, for a case that has one.
+    `main` and `combine` replace the kernels that would be compiled. With a `page_stride_bytes` the cache's pages lie so
+    far apart, with nothing in between. `extra` is the format of the second cache, for a case that has one. Where splits
+    are joined, `resident` CTAs take turns, all unless given.
     """
     record = kv_format(fmt)
     inputs = inputs_of(case, fmt, heads, extra)
@@ -139,22 +153,26 @@ def run(
             torch.full((part.rows, splits, heads, record.d_v), math.nan),
         )
         values |= {name: memory.add(name, t, initialised=False) for name, t in zip(PARTIALS, partials, strict=True)}
+    arrivals = torch.zeros(part.rows, part.head_groups, 2, dtype=torch.int32)
     arguments = {
         **values,
         "q": memory.add("q", _base(inputs.q), writable=False), **_strides("q", inputs.q),
         "head_groups": part.head_groups, "group_heads": part.group_heads,
         "scale_log2": inputs.sm_scale * math.log2(math.e),
+        "arrivals": memory.add("arrivals", arrivals) if joins else 0,
     }  # fmt: skip
     for prefix, source in zip(("", "extra_"), inputs.sources, strict=False):
         arguments |= _place_source(memory, prefix, source)
     if page_stride_bytes is not None:
         arguments |= _spread_pages(memory, *inputs.caches.values(), stride=page_stride_bytes)
-    counts = main.launch(part.main_ctas, arguments, memory, seed, schedule)
-    if splits > 1:
+    counts = main.launch(
+        part.main_ctas, arguments, memory, seed, schedule, (resident or part.main_ctas) if joins else 1
+    )
+    if splits > 1 and not joins:
         combine = combine or combine_kernel(record.d_v, arch)
         overlaps = combine.plan.overlaps_previous
         combine.launch(part.combine_ctas, values, memory.after(*PARTIALS) if overlaps else memory, seed, schedule)
-    return Run(out, lse, counts)
+    return Run(out, lse, counts, arrivals)
 
 
 def _place_source(memory: Memory, prefix: str, source: Source) -> dict[str, float]:
@@ -201,6 +219,8 @@ def _strides(name: str, tensor: torch.Tensor) -> dict[str, int]:
 
 def problem(case: DecodeCase, fmt: str, found: Run, extra: str | None = None) -> str:
     """What is wrong with the results, empty when nothing is."""
+    if found.arrivals.any():
+        return f"counters are left: {found.arrivals.tolist()}"
     record = kv_format(fmt)
     want = reference_of(case, fmt, found.out.shape[2], extra)
     rows = case.batch * case.s_q

@@ -141,9 +141,10 @@ def _run_main(kernel: Kernel, attempt: Attempt) -> str:
     if extra is not None:
         case = replace(case, extra=_EXTRA)
     splits = 1 + attempt.seed % 3 // 2
+    joins = variant.body == hopper.BODY and attempt.seed % 6 == 5
     found = decode.run(
-        case, fmt, heads, variant.arch, splits, attempt.seed,
-        main=kernel, schedule=attempt.schedule, extra=extra,
+        case, fmt, heads, variant.arch, splits + joins, attempt.seed,
+        main=kernel, schedule=attempt.schedule, extra=extra, joins=joins,
     )  # fmt: skip
     return decode.problem(case, fmt, found, extra)
 

@@ -64,6 +64,21 @@ def test_sparse_decode(num_splits: int) -> None:
     assert torch.allclose(again.float(), out.float(), atol=2e-2)
 
 
+def test_splits_that_combine_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One cooperative launch a call, again and again with the same counters, and the bits of two launches."""
+    monkeypatch.setenv("DSAGEN_SPARSE_DECODE_BODY", "hopper")
+    found = {}
+    for launches in (1, 2):
+        monkeypatch.setenv("DSAGEN_SPARSE_DECODE_LAUNCHES", str(launches))
+        kernels = load(seed=5)
+        plan = kernels.plan_sparse_decode(BATCH, 1, TOPK, num_splits=2)
+        assert plan.launches == launches
+        tensors = call()
+        found[launches] = [kernels.sparse_decode(**tensors, plan=plan) for _ in range(3 - launches)]
+    for out, lse in found[1]:
+        assert torch.equal(out, found[2][0][0]) and torch.equal(lse, found[2][0][1])
+
+
 def test_topk() -> None:
     kernels = dsagen.load("v32_topk_h128", device="emulator")
     scores = torch.randn(3, 500, generator=torch.Generator().manual_seed(1))

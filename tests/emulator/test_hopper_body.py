@@ -10,8 +10,10 @@ from dataclasses import replace
 
 import decode
 import pytest
+import torch
 
 from dsagen.check.cases import DecodeCase, ExtraCase, Ids, Lengths, Values
+from dsagen.errors import EmulatorError
 
 pytestmark = pytest.mark.compile
 
@@ -57,3 +59,35 @@ def test_results_do_not_depend_on_the_schedule(schedule: str) -> None:
         again = decode.run(case, "v32", 16, ARCH, seed=seed, schedule=schedule, main=main)
         assert first.out.view(-1).equal(again.out.view(-1))
         assert first.lse.equal(again.lse)
+
+
+# As many splits as two rounds of loads, with one that has no token; more units of heads and dims than warps.
+JOINED = (
+    ("v32", 16, 2, replace(CASE, batch=2, topk=300)),
+    ("v4", 24, 5, CASE),
+    ("v32", 8, 19, replace(CASE, topk=1216, lengths=Lengths.PER_REQUEST)),
+)
+
+
+@pytest.mark.parametrize(("fmt", "heads", "splits", "case"), JOINED)
+def test_one_launch_gives_the_bits_of_two(fmt: str, heads: int, splits: int, case: DecodeCase) -> None:
+    main = decode.main_kernel(fmt, heads, ARCH, "hopper")
+    two = decode.run(case, fmt, heads, ARCH, splits=splits, main=main)
+    one = decode.run(case, fmt, heads, ARCH, splits=splits, main=main, joins=True, seed=7)
+    assert decode.problem(case, fmt, one) == ""
+    assert one.out.view(-1).view(torch.int16).equal(two.out.view(-1).view(torch.int16))
+    assert one.lse.equal(two.lse)
+
+
+def test_rows_without_a_token_in_one_launch() -> None:
+    case = replace(CASE, topk=250, ids=Ids.ALL_INVALID)
+    main = decode.main_kernel("v32", 16, ARCH, "hopper")
+    found = decode.run(case, "v32", 16, ARCH, splits=3, main=main, joins=True)
+    assert decode.problem(case, "v32", found) == ""
+
+
+def test_splits_that_are_not_all_resident_stand_still() -> None:
+    """What a cooperative launch is for: the driver refuses such a grid."""
+    main = decode.main_kernel("v32", 16, ARCH, "hopper")
+    with pytest.raises(EmulatorError, match="wait for more need resident=3"):
+        decode.run(replace(CASE, topk=250), "v32", 16, ARCH, splits=3, main=main, joins=True, resident=2)

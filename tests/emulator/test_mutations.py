@@ -97,6 +97,11 @@ EQUIVALENTS = (
         _HOPPER, ("removed", "with a group more"), ("plain_unit_scores<Image>(", "if (unit > 0) ptx::wgmma_wait<1>();"),
         "in PTX the operands of every unit are registers of their own; the wait lets ptxas use a unit's again",
     ),
+    Equivalent(
+        _HOPPER, ("relaxed",), ("if (ptx::global_fetch_add_ordered(counters + 1, 1) ",),
+        "a split counts itself once it has read that all have arrived, and reads no more; the order is for the letter "
+        "of the memory model, since clearing is weak",
+    ),
     *(
         Equivalent(
             kernels, changes, (line,),

@@ -103,6 +103,13 @@ TRIPS: dict[str, dict[str, Trip]] = {
             "(main_ctas <= 2147483647 && combine_ctas <= 2147483647)",
             {"main_ctas": 2**31 - 1},
         ),
+        "SD-29": Trip(
+            {"launches": 1, "num_splits": 4, "can_join": 1, "main_ctas": 133, "resident_ctas": 132},
+            "[SD-29] one launch: 133 CTAs wait for each other, which this kernel can: 1, and the device holds 132 at "
+            "once: use two launches, fewer splits or a smaller batch",
+            "(launches == 2 || num_splits == 1 || (can_join == 1 && main_ctas <= resident_ctas))",
+            {"main_ctas": 132},
+        ),
         "SD-09": Trip(
             {"pool_tokens": 2**31},
             "[SD-09] k_cache: 2147483648 tokens cannot be addressed by int32 indices, at most 2147483647 can: pass a "

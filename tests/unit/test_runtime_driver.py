@@ -51,9 +51,9 @@ def fail(code, *_):
 
 calls = driver.launcher().calls(1, 0, 0, 9, fail)
 for overlaps in (False, True):
-    for cluster in (1, 2):
-        config = LaunchConfig(8, 256, 199424, 0x77, overlaps, cluster=cluster)
-        row = (function, 8, 256, 199424, overlaps, cluster, b"hello block", ())
+    for cluster, cooperative in ((1, False), (2, False), (1, True)):
+        config = LaunchConfig(8, 256, 199424, 0x77, overlaps, cluster=cluster, cooperative=cooperative)
+        row = (function, 8, 256, 199424, overlaps, cluster, cooperative, b"hello block", ())
         for way in (
             lambda: driver.make_launch(1, kernel, config, ctypes.addressof(params))(()),
             lambda: calls.launch(0x77, context, (row,), ()),
@@ -186,13 +186,14 @@ def test_launches_reach_the_driver_as_configured(lines_of):
 @pytest.mark.parametrize("scenario", ["both ways", "both ways fail"])
 def test_the_launcher_in_c_calls_the_driver_as_cuda_python_does(lines_of, scenario):
     ways = "\n".join(lines_of[scenario]).split("# way\n")[1:]
-    assert len(ways) == 8
+    assert len(ways) == 12
     for by_python, by_c in zip(ways[::2], ways[1::2], strict=True):
         assert by_c.strip() == by_python.strip()
         assert "launch 0x5001 grid 8 1 1 block 256 1 1 smem 199424 stream 0x77" in by_c
         assert ("ILLEGAL_ADDRESS" in by_c) == (scenario == "both ways fail")
     counts = [re.search(r"attributes (\d)", way)[1] for way in ways[::2]]
-    assert counts == ["0", "1", "1", "2"]
+    assert counts == ["0", "1", "1", "1", "2", "2"]
+    assert ["attribute 2 = 1" in way for way in ways[::2]] == [False, False, True] * 2
 
 
 def test_a_failing_launch_leaves_no_context_behind(lines_of):

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dsagen.errors import GuardError
+from dsagen.families.sparse_decode.choice_table import ChoiceRow, Decision
 from dsagen.families.sparse_decode.guards import ARGUMENT_GUARDS, LAUNCH_GUARDS
-from dsagen.families.sparse_decode.op import DecodePartition, DecodeShape, Determinism, partition
+from dsagen.families.sparse_decode.op import DecodePartition, DecodeShape, Determinism, can_join, partition
 from dsagen.guard import Guard, check, require_int
 from dsagen.plan import KernelPlan
 
@@ -21,6 +22,9 @@ _SHAPE_NAMES = frozenset(
         "extra_topk_capacity",
         "main_ctas",
         "combine_ctas",
+        "launches",
+        "can_join",
+        "resident_ctas",
     }
 )
 # Guards that a shape and a partition decide; the others read tensors.
@@ -32,14 +36,21 @@ TENSOR_NAMES: Mapping[str, str] = {"SD-06": "indices", "SD-16": "extra_indices"}
 _WIDTH_NAMES: Mapping[str, str] = {"SD-06": "topk", "SD-16": "extra_topk"}
 
 
+NO_DECISION = Decision()
+
+
 @dataclass(frozen=True)
 class Candidate:
-    """One main kernel for a shape: its partition, the values its guards read, and the messages of those that failed."""
+    """One main kernel for a shape: its partition, the values its guards read, and the messages of those that failed.
+
+    `row` is the row of a choice table that it was made of, None for one as the cost model has it.
+    """
 
     plan: KernelPlan
     partition: DecodePartition
     values: dict[str, int]
     refusals: tuple[str, ...]
+    row: ChoiceRow | None = None
 
 
 def candidates(
@@ -49,28 +60,67 @@ def candidates(
     sm_count: int,
     determinism: Determinism,
     num_splits: int | None = None,
+    decision: Decision = NO_DECISION,
+    launches: int | None = None,
 ) -> tuple[Candidate, ...]:
     """Judge each main kernel, in the given order of preference; `capacities` are those of both caches' index rows.
 
-    GuardError for sizes with which there is nothing to judge.
+    First comes what the tables decided, with the row's splits unless `num_splits` gives others. `launches` 1 asks for
+    one launch where a kernel can do that for the shape, 2 forbids it. GuardError for sizes with which there is nothing
+    to judge.
     """
-    judged = []
     if require_int("topk", shape.topk) < 1 or require_int("extra_topk", shape.extra_topk) < 0:
         check_columns((shape.topk, shape.extra_topk), capacities, _WIDTH_NAMES)
+    judged, row = [], decision.row
+    for plan in plans if row is not None else ():
+        if row is not None and plan.slug == row.kernel:
+            splits = row.num_splits if num_splits is None else num_splits
+            joins = launches == 1 or (launches is None and row.launches == 1 and splits == row.num_splits)
+            why = f"measured ({row.place})"
+            given = why if num_splits is None else "given by the caller"
+            part = partition(shape, plan, sm_count, determinism, splits, joins, given)
+            judged.append(_judge(plan, part, shape, capacities, row))
     for plan in plans:
         part = partition(shape, plan, sm_count, determinism, num_splits)
-        values = {
-            "num_splits": part.num_splits,
-            "tile_tokens": plan.constant("kTileTokens"),
-            "all_tiles": part.row_tiles,
-            "columns": shape.topk + shape.extra_topk,
-            **_column_values((shape.topk, shape.extra_topk), capacities),
-            "main_ctas": part.main_ctas,
-            "combine_ctas": part.combine_ctas,
-        }
-        refusals = tuple(_refusal(guard, values) for guard in SHAPE_GUARDS if not guard.holds(values))
-        judged.append(Candidate(plan, part, values, refusals))
+        if launches == 1 and can_join(plan) and part.main_ctas <= part.resident_ctas:
+            part = partition(shape, plan, sm_count, determinism, num_splits, True)
+        judged.append(_judge(plan, part, shape, capacities))
     return tuple(judged)
+
+
+def judge_choice(
+    plan: KernelPlan,
+    shape: DecodeShape,
+    capacities: tuple[int, int],
+    sm_count: int,
+    choice: tuple[int, int],
+) -> Candidate:
+    """A kernel with given (num_splits, launches), whatever tables and cost model say."""
+    part = partition(shape, plan, sm_count, "off", choice[0], choice[1] == 1, "being measured")
+    return _judge(plan, part, shape, capacities)
+
+
+def _judge(
+    plan: KernelPlan,
+    part: DecodePartition,
+    shape: DecodeShape,
+    capacities: tuple[int, int],
+    row: ChoiceRow | None = None,
+) -> Candidate:
+    values = {
+        "num_splits": part.num_splits,
+        "tile_tokens": plan.constant("kTileTokens"),
+        "all_tiles": part.row_tiles,
+        "columns": shape.topk + shape.extra_topk,
+        **_column_values((shape.topk, shape.extra_topk), capacities),
+        "main_ctas": part.main_ctas,
+        "combine_ctas": part.combine_ctas,
+        "launches": 1 if part.one_launch else 2,
+        "can_join": int(can_join(plan)),
+        "resident_ctas": part.resident_ctas,
+    }
+    refusals = tuple(_refusal(guard, values) for guard in SHAPE_GUARDS if not guard.holds(values))
+    return Candidate(plan, part, values, refusals, row)
 
 
 def check_columns(widths: tuple[int, int], capacities: tuple[int, int], names: Mapping[str, str]) -> None:
@@ -90,13 +140,17 @@ def choose(judged: Sequence[Candidate]) -> Candidate:
     raise GuardError(f"sparse_decode: no kernel takes this shape:\n  {listed}")
 
 
-def explain_choice(judged: Sequence[Candidate], shape: DecodeShape) -> str:
+def explain_choice(judged: Sequence[Candidate], shape: DecodeShape, decision: Decision = NO_DECISION) -> str:
     """What was weighed and what came of it, for people."""
     width = f"topk {shape.topk}" + (f" + {shape.extra_topk} of the second cache" if shape.extra_topk else "")
     lines = [f"shape: batch {shape.batch}, s_q {shape.s_q}, heads {shape.heads}, {width}", "candidates:"]
     for candidate in judged:
-        lines.append(f"  {candidate.plan.slug}: {'refused' if candidate.refusals else 'fits'}")
+        origin = f" by {candidate.row.place}" if candidate.row is not None else ""
+        lines.append(f"  {candidate.plan.slug}{origin}: {'refused' if candidate.refusals else 'fits'}")
         lines += [f"    {_guard_row(guard, candidate)}" for guard in SHAPE_GUARDS]
+    if decision.row is not None:
+        lines.append(f"choice table: {decision.row.place}: {decision.row.describe()}")
+    lines += [f"choice table: not taken: {reason}" for reason in decision.ignored]
     of_call = (*TENSOR_GUARDS, *ARGUMENT_GUARDS)
     lines += ["checked on the arguments of each call:", *(f"  [{g.guard_id}] {g.expression}" for g in of_call)]
     chosen = next((candidate for candidate in judged if not candidate.refusals), None)
@@ -106,9 +160,11 @@ def explain_choice(judged: Sequence[Candidate], shape: DecodeShape) -> str:
     lines += [
         f"chosen: {chosen.plan.slug}",
         f"partition: {part.head_groups} head group(s) of up to {part.group_heads} heads, {part.num_splits} split(s) of "
-        f"up to {len(part.tiles_of(0))} of {part.row_tiles} tiles; {part.main_ctas} CTAs, combine {part.combine_ctas}",
+        f"up to {len(part.tiles_of(0))} of {part.row_tiles} tiles; {part.main_ctas} CTAs, "
+        + ("which combine themselves" if part.one_launch else f"combine {part.combine_ctas}"),
         f"splits: {part.why}" + (" (untuned: no measured table for this device)" if part.untuned else ""),
-        f"workspace: {part.workspace_bytes} B",
+        f"workspace: {part.workspace_bytes} B"
+        + (f", and {part.counter_bytes} B of counters" if part.one_launch else ""),
     ]
     return "\n".join(lines)
 

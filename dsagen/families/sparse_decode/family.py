@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -10,6 +12,7 @@ from dsagen.arch import MAX_REGISTERS_PER_THREAD, Arch
 from dsagen.arch import arch as arch_row
 from dsagen.families.sparse_decode import geometry as portable
 from dsagen.families.sparse_decode import hopper
+from dsagen.families.sparse_decode.choice_table import read_tables
 from dsagen.families.sparse_decode.geometry import (
     STAGE_TOKENS,
     Geometry,
@@ -18,6 +21,7 @@ from dsagen.families.sparse_decode.geometry import (
     most_heads,
 )
 from dsagen.families.sparse_decode.guards import ARGUMENT_GUARDS, DEAL_GUARD, LAUNCH_GUARDS, PLAN_GUARDS
+from dsagen.families.sparse_decode.op import Determinism
 from dsagen.families.sparse_decode.params import COMBINE_PARAMS, main_params
 from dsagen.families.sparse_decode.rows import Caches, Encoding, cache_rows
 from dsagen.family import Cell
@@ -58,7 +62,7 @@ DIMS_GUARD = next(guard for guard in PLAN_GUARDS if guard.guard_id == "SD-18")
 
 
 class SparseDecode:
-    """Sparse decode: the main kernel of body `mma_sync`, and the combine of its splits."""
+    """Sparse decode: the main kernel in each body that may be taken, and the combine of its splits."""
 
     name = NAME
     ops: tuple[str, ...] = ("sparse_decode",)
@@ -81,10 +85,12 @@ class SparseDecode:
         if deal:
             return _refused(deal[0], arch)
         several = spec.kv_heads > 1
-        body = BODY if several else main_body(caches, heads_n, arch)
-        main = Variant(NAME, "main", body, arch.name, main_axes(caches, heads_n, arch, several))
+        axes = main_axes(caches, heads_n, arch, several)
+        takes_hopper = not several and hopper.takes(caches, heads_n, arch)
+        bodies = main_bodies(axes, arch, spec.determinism) if takes_hopper else (BODY,)
+        mains = [Variant(NAME, "main", body, arch.name, axes) for body in bodies]
         combine = Variant(NAME, "combine", "portable", arch.name, (("dv", caches.d_v),))
-        return (Cell(NAME, "main", arch.name, main), Cell(NAME, "combine", arch.name, combine))
+        return (*(Cell(NAME, "main", arch.name, main) for main in mains), Cell(NAME, "combine", arch.name, combine))
 
     def plan(self, variant: Variant) -> KernelPlan:
         """The plan of a main or combine variant; GuardError names the limit that it breaks."""
@@ -134,10 +140,33 @@ def variant_caches(variant: Variant) -> Caches:
     return caches
 
 
-def main_body(caches: Caches, heads_n: int, arch: Arch) -> str:
-    """The body that DSAGEN_SPARSE_DECODE_BODY asks for, where it takes these rows; else `mma_sync`."""
+def main_bodies(axes: tuple[tuple[str, str | int], ...], arch: Arch, determinism: Determinism) -> tuple[str, ...]:
+    """Bodies of the main kernel where both take its rows: the one that DSAGEN_SPARSE_DECODE_BODY asks for, else
+    `mma_sync`, and `hopper` with it where a choice table names that kernel.
+    """
     wanted = knobs.SPARSE_DECODE_BODY.get()
-    return hopper.BODY if wanted == hopper.BODY and hopper.takes(caches, heads_n, arch) else BODY
+    if wanted is not None:
+        return (wanted,)
+    measured = Variant(NAME, "main", hopper.BODY, arch.name, axes).slug
+    # A table reads the batch, and two bodies differ in the last bits.
+    named = determinism == "off" and read_tables().names(measured)
+    return (BODY, hopper.BODY) if named else (BODY,)
+
+
+def with_all_bodies(cells: Sequence[Cell]) -> tuple[Cell, ...]:
+    """The cells with a main kernel of each body that takes its rows, `mma_sync` first: what there is to choose from."""
+    found: list[Cell] = []
+    for cell in cells:
+        main = cell.variant if (cell.op, cell.role) == (NAME, "main") and cell.kept else None
+        if main is None:
+            found.append(cell)
+            continue
+        takes_hopper = not has_kv_heads(main) and hopper.takes(
+            variant_caches(main), main.axis_int("n"), arch_row(main.arch)
+        )
+        for body in (BODY, hopper.BODY) if takes_hopper else (main.body,):
+            found.append(replace(cell, variant=replace(main, body=body)))
+    return tuple(dict.fromkeys(found))
 
 
 def main_axes(
@@ -169,7 +198,8 @@ def plan_main(variant: Variant, geometry: Geometry | None = None) -> KernelPlan:
     has_part, has_extra = caches.main.part_bytes > 0, caches.extra is not None
     extra_has_part = caches.extra is not None and caches.extra.part_bytes > 0
     kv_heads = has_kv_heads(variant)
-    params, params_bytes = lay_out_params(main_params(has_part, has_extra, extra_has_part, kv_heads))
+    joins = variant.body == hopper.BODY
+    params, params_bytes = lay_out_params(main_params(has_part, has_extra, extra_has_part, kv_heads, joins))
     threads = chosen.threads
     registers_cap = compiled_registers(threads, arch)
     values = {

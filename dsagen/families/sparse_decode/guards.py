@@ -105,6 +105,13 @@ LAUNCH_GUARDS: tuple[Guard, ...] = (
         "grid: {main_ctas} CTAs (combine {combine_ctas}) exceed 2147483647: use fewer splits or a smaller batch",
     ),
     Guard(
+        "SD-29",
+        "launch",
+        "launches == 2 or num_splits == 1 or can_join == 1 and main_ctas <= resident_ctas",
+        "one launch: {main_ctas} CTAs wait for each other, which this kernel can: {can_join}, and the device holds "
+        "{resident_ctas} at once: use two launches, fewer splits or a smaller batch",
+    ),
+    Guard(
         "SD-13",
         "launch",
         "q_stride_b % 8 == 0 and q_stride_s % 8 == 0 and q_stride_h % 8 == 0",

@@ -27,6 +27,8 @@ from dsagen.plan import KernelPlan, round_up
 Determinism = Literal["off", "batch_invariant"]
 WORKSPACE_ALIGNMENT_BYTES = 256
 _FP32_BYTES = 4
+# Of a query token and head group: splits that have arrived, and splits that know that all have.
+COUNTERS_BYTES = 8
 # What a refused size should have been.
 _SIZE_MEANINGS = {
     "batch": "how many requests a call has",
@@ -64,6 +66,9 @@ class DecodePartition:
     The workspace holds lse_accum, fp32 [rows, num_splits, heads], at byte 0 and o_accum, fp32 [rows, num_splits, heads,
     d_v], at `o_accum_offset_bytes`. `kv_head_groups` of the `head_groups` share a KV head. `why` says where
     num_splits comes from; `untuned` that no measurement stands behind it.
+
+    With `one_launch` the main kernel's CTAs wait for each other and combine, which takes all of the `resident_ctas`
+    that the device holds at once to be enough; they count in `counter_bytes` of zeros, u32 [rows, head_groups, 2].
     """
 
     rows: int
@@ -78,8 +83,15 @@ class DecodePartition:
     o_accum_offset_bytes: int
     o_accum_bytes: int
     workspace_bytes: int
+    resident_ctas: int
+    one_launch: bool
     why: str
     untuned: bool
+
+    @property
+    def counter_bytes(self) -> int:
+        """Bytes of the counters by which the splits of a query token and head group meet; 0 with two launches."""
+        return self.rows * self.head_groups * COUNTERS_BYTES if self.one_launch else 0
 
     def item(self, cta: int) -> tuple[int, int, int]:
         """(row, split, group) of a CTA of the main kernel."""
@@ -98,11 +110,14 @@ def partition(
     sm_count: int,
     determinism: Determinism,
     num_splits: int | None = None,
+    one_launch: bool = False,
+    given: str = "given by the caller",
 ) -> DecodePartition:
     """Deal a call to CTAs.
 
-    A given `num_splits` is taken as it is (the launch guards judge it); otherwise `batch_invariant` derives it from the
-    row width, and `off` from the cost model. Raises GuardError for a size that is no whole number in range.
+    A given `num_splits` is taken as it is (the launch guards judge it), and `given` says by whom; otherwise
+    `batch_invariant` derives it from the row width, and `off` from the cost model. With `one_launch` rows that are
+    split are combined by the main kernel itself. Raises GuardError for a size that is no whole number in range.
     """
     _require_sizes(shape, num_splits)
     main_tiles, extra_tiles = tiles_of(shape, main_plan)
@@ -111,7 +126,7 @@ def partition(
     head_groups = shape.kv_heads * kv_head_groups
     untuned = False
     if num_splits is not None:
-        why = "given by the caller"
+        why = given
     elif determinism == "batch_invariant":
         num_splits = batch_invariant_splits(shape.topk + shape.extra_topk, row_tiles)
         why = f"batch invariant: one split per {BATCH_INVARIANT_SPLIT_TOKENS} index columns, whatever the batch"
@@ -119,7 +134,14 @@ def partition(
         load = split_load(shape, main_plan, sm_count, row_tiles, head_groups)
         num_splits, untuned = choose_splits(load), True
         why = f"cost model: {load.units} CTAs of {row_tiles} tiles unsplit, {sm_count} SMs"
-    return _lay_out(shape, main_plan, row_tiles, (kv_head_groups, group_heads), num_splits, why, untuned)
+    resident = resident_ctas(main_plan) * sm_count
+    launches = one_launch and num_splits > 1, resident
+    return _lay_out(shape, main_plan, row_tiles, (kv_head_groups, group_heads), num_splits, launches, why, untuned)
+
+
+def can_join(main_plan: KernelPlan) -> bool:
+    """Whether a main kernel can combine its splits itself."""
+    return any(field.name == "arrivals" for field in main_plan.params)
 
 
 def tiles_of(shape: DecodeShape, main_plan: KernelPlan) -> tuple[int, int]:
@@ -164,6 +186,7 @@ def _lay_out(
     row_tiles: int,
     deal: tuple[int, int],
     num_splits: int,
+    launches: tuple[bool, int],
     why: str,
     untuned: bool,
 ) -> DecodePartition:
@@ -180,11 +203,13 @@ def _lay_out(
         group_heads=deal[1],
         num_splits=num_splits,
         main_ctas=shape.rows * num_splits * head_groups,
-        combine_ctas=shape.rows * shape.heads if is_split else 0,
+        combine_ctas=shape.rows * shape.heads if is_split and not launches[0] else 0,
         lse_accum_bytes=lse_accum_bytes,
         o_accum_offset_bytes=o_accum_offset_bytes,
         o_accum_bytes=o_accum_bytes,
         workspace_bytes=o_accum_offset_bytes + o_accum_bytes,
+        resident_ctas=launches[1],
+        one_launch=launches[0],
         why=why,
         untuned=untuned,
     )

@@ -8,7 +8,7 @@
 
 typedef int CUresult;
 
-enum { kAttributeCluster = 4, kAttributeOverlap = 6, kMostAttributes = 2 };
+enum { kAttributeCooperative = 2, kAttributeCluster = 4, kAttributeOverlap = 6, kMostAttributes = 3 };
 
 typedef struct {
   int id;
@@ -19,6 +19,7 @@ typedef struct {
       unsigned x, y, z;
     } cluster;
     int overlaps;
+    int cooperative;
   } value;
 } LaunchAttribute;
 

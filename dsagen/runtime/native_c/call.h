@@ -46,7 +46,7 @@ typedef struct {
 typedef struct {
   void* function;
   unsigned grid, threads, shared_bytes, cluster;
-  int overlaps;
+  int overlaps, cooperative;
   unsigned block_bytes;
   unsigned patch_count;
   Patch patches[kMostTensors];

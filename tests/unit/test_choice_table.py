@@ -1,0 +1,225 @@
+"""Choice tables: what a row may hold, which one decides, and why others do not."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from dsagen.arch import arch
+from dsagen.errors import TableError
+from dsagen.families.sparse_decode.choice import candidates, choose, explain_choice
+from dsagen.families.sparse_decode.choice_table import Alternative, ChoiceRow, ChoiceTables, read_table, read_tables
+from dsagen.families.sparse_decode.family import FAMILY, with_all_bodies
+from dsagen.families.sparse_decode.op import COUNTERS_BYTES, DecodeShape
+from dsagen.spec import load_spec
+
+SPEC = load_spec("v32_h16")
+CELLS = with_all_bodies(FAMILY.expand(SPEC, arch("sm_90a")))
+PORTABLE, HOPPER = (FAMILY.plan(cell.variant) for cell in CELLS if cell.role == "main")
+SHAPE = DecodeShape(3, 1, 16, 2048)
+ROW = ChoiceRow(
+    kernel=HOPPER.slug,
+    text="text of " + HOPPER.slug,
+    device="NVIDIA H200",
+    driver="580.159.04",
+    toolchain="nvcc 13.0.88",
+    date="2026-12-01T10:00:00Z",
+    heads=16,
+    tokens=(2, 4),
+    topk=(2048, 2048),
+    extra_topk=(0, 0),
+    num_splits=32,
+    launches=2,
+    gpu_us=6.5,
+    beside=(Alternative(PORTABLE.slug, 32, 2, 11.4),),
+)
+CAPACITIES = (2048, 0)
+
+
+def text_of(plan):
+    return "text of " + plan.slug
+
+
+def decide(*rows, shape=SHAPE, device="NVIDIA H200", plans=(PORTABLE, HOPPER), determinism="off"):
+    placed = tuple(replace(row, place=f"table.jsonl:{n}") for n, row in enumerate(rows, 1))
+    return ChoiceTables(placed).decide(shape, plans, device, text_of, determinism)
+
+
+def judged(decision, shape=SHAPE, **options):
+    return candidates((PORTABLE, HOPPER), shape, CAPACITIES, 132, "off", decision=decision, **options)
+
+
+@pytest.fixture
+def table(tmp_path, monkeypatch):
+    path = tmp_path / "table.jsonl"
+    monkeypatch.setenv("DSAGEN_CHOICE_TABLE", str(path))
+    monkeypatch.delenv("DSAGEN_SPARSE_DECODE_BODY", raising=False)
+    return path
+
+
+def bodies(spec=SPEC):
+    return [cell.variant.body for cell in FAMILY.expand(spec, arch("sm_90a")) if cell.role == "main"]
+
+
+def test_a_line_gives_its_row_again(table):
+    table.write_text(ROW.to_line() * 2)
+    assert read_table(table) == (replace(ROW, place=f"{table}:1"), replace(ROW, place=f"{table}:2"))
+
+
+def test_a_kernel_that_a_table_names_is_built(table, monkeypatch):
+    table.write_text("")
+    assert bodies() == ["mma_sync"]
+    table.write_text(ROW.to_line())
+    assert bodies() == ["mma_sync", "hopper"]
+    assert bodies(SPEC.replace(heads=32)) == ["mma_sync"]
+    assert bodies(SPEC.replace(determinism="batch_invariant")) == ["mma_sync"]
+    assert [cell.variant.body for cell in FAMILY.expand(SPEC, arch("sm_100a")) if cell.role == "main"] == ["mma_sync"]
+    for wanted in ("mma_sync", "hopper"):
+        monkeypatch.setenv("DSAGEN_SPARSE_DECODE_BODY", wanted)
+        assert bodies() == [wanted]
+
+
+def test_where_tables_are_looked_for(tmp_path, monkeypatch):
+    roots = [tmp_path / "written", tmp_path / "layer"]
+    for root in roots:
+        (root / "choices").mkdir(parents=True)
+        (root / "choices" / "nvidia-h200.jsonl").write_text(ROW.to_line())
+    monkeypatch.setenv("DSAGEN_CACHE_DIR", ":".join(map(str, roots)))
+    found = read_tables()
+    assert list(found.files)[:2] == [root / "choices" / "nvidia-h200.jsonl" for root in roots]
+    monkeypatch.setenv("DSAGEN_CHOICE_TABLE", "none")
+    assert read_tables() == ChoiceTables()
+
+
+def test_the_first_row_that_covers_a_shape_decides():
+    other = replace(ROW, tokens=(1, 1), num_splits=16)
+    assert decide(other, ROW, replace(ROW, num_splits=8)).row.num_splits == 32
+    for shape in (
+        DecodeShape(1, 1, 16, 2048), DecodeShape(5, 1, 16, 2048), DecodeShape(3, 1, 8, 2048),
+        DecodeShape(3, 1, 16, 1024), DecodeShape(3, 1, 16, 2048, 128), DecodeShape(3, 1, 16, 2048, 0, 2),
+    ):  # fmt: skip
+        assert decide(ROW, shape=shape).row is None
+    assert decide(ROW, shape=DecodeShape(1, 3, 16, 2048)).row is not None
+
+
+def test_a_row_is_taken_with_its_splits_and_explained():
+    found = judged(decide(ROW))
+    chosen = choose(found)
+    assert (chosen.plan, chosen.partition.num_splits, chosen.partition.untuned) == (HOPPER, 32, False)
+    assert [candidate.plan for candidate in found] == [HOPPER, PORTABLE, HOPPER]
+    text = explain_choice(found, SHAPE, decide(ROW))
+    assert f"chosen: {HOPPER.slug}" in text and "splits: measured (table.jsonl:1)\n" in text
+    assert (
+        "choice table: table.jsonl:1: 6.50 us by 32 splits in two launches on NVIDIA H200, driver 580.159.04, nvcc "
+        f"13.0.88, 2026-12-01; 11.40 us by 32 splits in two launches with {PORTABLE.slug}"
+    ) in text
+
+
+def test_without_a_row_the_portable_body_stays():
+    chosen = choose(judged(decide()))
+    assert chosen.plan == PORTABLE and chosen.partition.untuned
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "reason"),
+    [
+        (ROW, {"device": "NVIDIA H100"}, "measured on NVIDIA H200, this is NVIDIA H100"),
+        (replace(ROW, text="older"), {}, f"measured with another text of {HOPPER.slug}: run `dsagen tune` again"),
+        (replace(ROW, kernel=HOPPER.slug.replace("sm_90a", "sm_100a")), {}, "measured on sm_100a, this is sm_90a"),
+        (ROW, {"plans": (PORTABLE,)}, f"{HOPPER.slug} is not among these kernels (DSAGEN_SPARSE_DECODE_BODY, or a "),
+        (ROW, {"determinism": "batch_invariant"}, "batch-invariant specs take neither kernel nor splits"),
+    ],
+)  # fmt: skip
+def test_rows_that_do_not_count_are_left_out_with_a_reason(row, options, reason):
+    decision = decide(row, **options)
+    assert decision.row is None
+    (ignored,) = decision.ignored
+    assert ignored.startswith(f"table.jsonl:1: {reason}")
+    assert f"choice table: not taken: {ignored}" in explain_choice(judged(decision), SHAPE, decision)
+    # A later row may count.
+    assert decide(row, replace(ROW, num_splits=9), **options).row == (
+        replace(ROW, num_splits=9, place="table.jsonl:2") if not options else None
+    )
+
+
+def test_a_row_whose_splits_do_not_fit_is_refused_and_said():
+    found = judged(decide(replace(ROW, num_splits=33)))
+    assert choose(found).plan == PORTABLE
+    assert "[SD-04]" in found[0].refusals[0]
+
+
+def test_given_splits_override_a_row_s():
+    chosen = choose(judged(decide(replace(ROW, launches=1)), num_splits=5))
+    assert (chosen.plan, chosen.partition.num_splits, chosen.partition.one_launch) == (HOPPER, 5, False)
+    assert chosen.partition.why == "given by the caller"
+
+
+def test_one_launch_is_for_grids_that_are_resident():
+    one = replace(ROW, launches=1)
+    part = choose(judged(decide(one))).partition
+    assert part.one_launch and part.combine_ctas == 0 and part.counter_bytes == 3 * COUNTERS_BYTES
+    assert not choose(judged(decide(one), launches=2)).partition.one_launch
+    assert choose(judged(decide(ROW), launches=1)).partition.one_launch
+    many = DecodeShape(5, 1, 16, 2048)
+    found = judged(decide(replace(one, tokens=(5, 5)), shape=many), many)
+    assert "[SD-29] one launch: 160 CTAs wait for each other" in found[0].refusals[0]
+    assert "which this kernel can: 1, and the device holds 132 at once" in found[0].refusals[0]
+    assert choose(found).plan == PORTABLE
+
+
+def test_only_a_body_that_can_join_is_asked_to():
+    row = replace(ROW, kernel=PORTABLE.slug, text=text_of(PORTABLE), launches=1)
+    found = judged(decide(row))
+    assert "which this kernel can: 0" in found[0].refusals[0]
+    # The knob asks where it is possible.
+    assert [c.partition.one_launch for c in judged(decide(), launches=1)] == [False, True]
+
+
+GOOD = json.loads(ROW.to_line())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_splits": 0}, "field num_splits: 0: expected a whole number from 1 to 2147483647"),
+        ({"num_splits": True}, "field num_splits: True: expected a whole number"),
+        ({"launches": 3}, "field launches: 3: expected a whole number from 1 to 2"),
+        ({"num_splits": 1}, "field launches: 2 with num_splits 1: expected 1, nothing combines"),
+        ({"tokens": [4, 2]}, "field tokens: [4, 2]: the first is above the last"),
+        ({"tokens": [1]}, "field tokens: [1]: expected [first, last]"),
+        ({"topk": [0, 2048]}, "field topk: [0, 2048]: expected a whole number from 1"),
+        ({"gpu_us": -1}, "field gpu_us: -1: expected microseconds above 0, at most 1e9"),
+        ({"gpu_us": None}, "field gpu_us: None: expected microseconds"),
+        ({"device": ""}, "field device: '': expected a line of text"),
+        (
+            {"kernel": "topk-main-row-sm_90a"},
+            "field kernel: 'topk-main-row-sm_90a': expected the slug of a main kernel",
+        ),
+        ({"kernel": "no slug"}, "field kernel: 'no slug': slug 'no slug': expected family-"),
+        ({"beside": [{"kernel": HOPPER.slug}]}, "field [0].num_splits: missing"),
+        ({"body": "hopper"}, "field body: unknown; known are kernel, text,"),
+    ],
+)
+def test_what_a_row_may_not_hold_is_told_by_file_field_and_limit(table, changes, message):
+    table.write_text(ROW.to_line() + json.dumps({**GOOD, **changes}) + "\n")
+    with pytest.raises(TableError) as error:
+        read_tables()
+    assert str(error.value).startswith(f"{table}:2: ") and message in str(error.value)
+    assert str(error.value).endswith("correct it, remove it, or set DSAGEN_CHOICE_TABLE")
+
+
+def test_files_that_are_no_tables(table):
+    with pytest.raises(TableError, match="no such choice table"):
+        read_tables()
+    table.write_bytes(b"\xff")
+    with pytest.raises(TableError, match="byte 0 is no UTF-8"):
+        read_tables()
+    table.write_text("[1]\n")
+    with pytest.raises(TableError, match=r":1: a row: expected an object, found \[1\]"):
+        read_tables()
+    table.write_text("{")
+    with pytest.raises(TableError, match=":1: no JSON"):
+        read_tables()
+    table.write_text(json.dumps({name: value for name, value in GOOD.items() if name != "heads"}))
+    with pytest.raises(TableError, match="field heads: missing"):
+        read_tables()
