@@ -95,7 +95,8 @@ class DecodeFigures:
 
     `gpu_us` is GPU time per call from graph replay with cold inputs, `spread` its relative p10..p90 distance;
     `issue_us` and `wall_us` are CPU and wall time of an eager call. `ctas` are those of the main kernel. `floor_us` is
-    None on a device without measured ceilings, `record_us` None without an earlier record.
+    None on a device without measured ceilings, `record_us` None without an earlier record. `launches` are those of a
+    call whose rows are split.
     """
 
     spec: str
@@ -112,6 +113,7 @@ class DecodeFigures:
     floor_us: float | None
     peers: tuple[PeerFigure, ...] = ()
     record_us: float | None = None
+    launches: int = 2
 
     op: ClassVar[str] = "sparse_decode"
     header: ClassVar[tuple[str, ...]] = (
@@ -170,9 +172,9 @@ class DecodeFigures:
         return spec
 
     def took_part(self, plan: KernelPlan) -> bool:
-        """The main kernel, and the combine where rows were split."""
+        """The main kernel, and the combine where rows were split and another launch combined them."""
         combines = (plan.variant.family, plan.variant.kernel) == (self.op, "combine")
-        return plan.slug == self.slug or (combines and self.num_splits > 1)
+        return plan.slug == self.slug or (combines and self.num_splits > 1 and self.launches > 1)
 
     @property
     def active_sms(self) -> int | None:

@@ -53,7 +53,7 @@ def raise_wrong(problem: str) -> None:
 
 
 @dataclass(frozen=True)
-class _Prepared:
+class Prepared:
     """A case with its inputs and what the first input set should give (natural-log lse)."""
 
     case: DecodeCase
@@ -79,13 +79,13 @@ def sweep_decode(
     specs declare. A peer that is missing, refuses or is wrong becomes a note.
     """
     figures: list[DecodeFigures] = []
-    pools = _Pools(with_peers)
+    pools = Pools(with_peers)
     for spec in sorted(specs, key=lambda spec: (spec.kv.format_id, spec.extra_kv.format_id if spec.extra_kv else "")):
         kernels = dsagen.load(spec)
         kernels.prepare()
         for case in axes.cases(decode_cases(spec)):
             progress(f"{spec.name}: batch {case.batch}, topk {case.width}")
-            prepared = _prepare(case, *pools.of(case, kernels.device), seed)
+            prepared = prepare_case(case, *pools.of(case, kernels.device), seed)
             try:
                 found = _measure(kernels, prepared)
             except CheckFailed as error:
@@ -96,7 +96,7 @@ def sweep_decode(
     return figures
 
 
-class _Pools:
+class Pools:
     """The pools of the case at hand: with a bf16 copy one takes 15 GB, so that others are given up first."""
 
     def __init__(self, with_bf16: bool) -> None:
@@ -115,7 +115,7 @@ class _Pools:
         return self._made[case.kv_format], self._made[case.extra_format] if case.extra_format else None
 
 
-def measure_peer(peer: Peer, prepared: _Prepared) -> PeerFigure:
+def measure_peer(peer: Peer, prepared: Prepared) -> PeerFigure:
     """Check and time one peer. Whatever goes wrong in it is a note, since its code is not ours."""
     case = prepared.case
     reason = peer.refuses(case)
@@ -123,7 +123,7 @@ def measure_peer(peer: Peer, prepared: _Prepared) -> PeerFigure:
         return PeerFigure(peer.name, peer.name, "", None, reason)
     try:
         calls, version = peer.bind(case, prepared.inputs), peer.version
-        problem = _problem(calls[0], prepared, PEER_GATES)
+        problem = problem_of(calls[0], prepared, PEER_GATES)
         if problem:
             return PeerFigure(peer.name, peer.label(case), version, None, f"wrong: {problem}")
         return PeerFigure(peer.name, peer.label(case), version, graph_time_us(calls).median_us)
@@ -131,7 +131,8 @@ def measure_peer(peer: Peer, prepared: _Prepared) -> PeerFigure:
         return PeerFigure(peer.name, peer.name, "", None, f"failed: {type(error).__name__}: {error}")
 
 
-def _prepare(case: DecodeCase, pool: KvPool, extra_pool: KvPool | None, seed: int) -> _Prepared:
+def prepare_case(case: DecodeCase, pool: KvPool, extra_pool: KvPool | None, seed: int) -> Prepared:
+    """Inputs of a case, and what the reference makes of some of the first input set's rows."""
     sets = input_sets_for(case.kv_bytes + case.io_bytes)
     inputs = decode_inputs(case, pool, sets, seed=seed, extra_pool=extra_pool)
     first = inputs[0]
@@ -140,21 +141,21 @@ def _prepare(case: DecodeCase, pool: KvPool, extra_pool: KvPool | None, seed: in
     expected = sparse_decode_reference(
         first.q, case.record, pool.caches, first.indices, sm_scale=first.sm_scale, rows=rows, extra=first.extra
     )
-    return _Prepared(case, inputs, rows, expected)
+    return Prepared(case, inputs, rows, expected)
 
 
-def _measure(kernels: Any, prepared: _Prepared) -> DecodeFigures:
+def _measure(kernels: Any, prepared: Prepared) -> DecodeFigures:
     case = prepared.case
     # A plan belongs to one stream: one for the graph's, one for the current stream.
     shape, extra_topk = (case.batch, case.s_q, case.topk), case.extra_topk or 0
     graph_plan, eager_plan = (kernels.plan_sparse_decode(*shape, extra_topk=extra_topk) for _ in range(2))
-    eager_calls = _decode_calls(kernels, eager_plan, prepared)
+    eager_calls = decode_calls(kernels, eager_plan, prepared)
     # As the conformance check judges values like these: few of many tokens bear most of the weight.
     gates = Gates().for_logits(prepared.expected.peak)
-    problem = _problem(_in_natural_log(eager_calls[0], kernels.spec), prepared, gates)
+    problem = problem_of(in_natural_log(eager_calls[0], kernels.spec), prepared, gates)
     if problem:
         raise CheckFailed(f"{kernels.spec.name}: {case}: {problem}; it was not timed")
-    timing = graph_time_us(_decode_calls(kernels, graph_plan, prepared))
+    timing = graph_time_us(decode_calls(kernels, graph_plan, prepared))
     issue_us, wall_us = eager_cost_us(eager_calls)
     properties = torch.cuda.get_device_properties(kernels.device)
     ceilings = figures_of(properties.name, arch_for_capability(properties.major, properties.minor))
@@ -165,6 +166,7 @@ def _measure(kernels: Any, prepared: _Prepared) -> DecodeFigures:
         case=case,
         num_splits=graph_plan.num_splits,
         ctas=graph_plan.partition.main_ctas,
+        launches=1 if graph_plan.partition.one_launch else 2,
         gpu_us=timing.median_us,
         spread=timing.spread,
         input_sets=timing.sets,
@@ -174,7 +176,7 @@ def _measure(kernels: Any, prepared: _Prepared) -> DecodeFigures:
     )
 
 
-def _decode_calls(kernels: Any, plan: SparseDecodePlan, prepared: _Prepared) -> list[DecodeCall]:
+def decode_calls(kernels: Any, plan: SparseDecodePlan, prepared: Prepared) -> list[DecodeCall]:
     """One call for each input set, with outputs of its own."""
     case = prepared.case
     calls: list[DecodeCall] = []
@@ -205,7 +207,7 @@ def _other_caches(item: DecodeInputs) -> dict[str, Tensor]:
     return {**found, **cache_arguments(item.extra, "extra_"), "extra_indices": item.extra.indices}
 
 
-def _in_natural_log(call: DecodeCall, spec: DeploymentSpec) -> DecodeCall:
+def in_natural_log(call: DecodeCall, spec: DeploymentSpec) -> DecodeCall:
     """The call with its lse in base e, whatever the spec's base."""
 
     def decode() -> tuple[Tensor, Tensor | None]:
@@ -215,7 +217,7 @@ def _in_natural_log(call: DecodeCall, spec: DeploymentSpec) -> DecodeCall:
     return decode
 
 
-def _problem(call: DecodeCall, prepared: _Prepared, gates: Gates) -> str:
+def problem_of(call: DecodeCall, prepared: Prepared, gates: Gates) -> str:
     """What is wrong with a call's outputs, compared on the checked rows; empty when nothing is."""
     case, want = prepared.case, prepared.expected
     out, lse = call()

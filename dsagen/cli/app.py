@@ -29,6 +29,7 @@ from dsagen.cli import (
     packing,
     proving,
     storing,
+    tuning,
 )
 from dsagen.errors import DsagenError, SpecError
 from dsagen.log import configure_logging
@@ -91,7 +92,7 @@ def cli(verbose: int) -> None:
     """Compile exactly the CUDA kernels that a sparse-attention deployment needs.
 
     A SPEC is a YAML file, or the name of a shipped one such as v32_h16. Building needs neither a GPU nor torch;
-    `check` and `bench` need a device;
+    `check`, `bench` and `tune` need a device;
     `emulate`, and `check --device emulator`, run the same kernels on the CPU.
     """
     try:
@@ -110,6 +111,7 @@ for _command in (
     proving.check,
     emulating.emulate,
     measuring.bench,
+    tuning.tune,
     packing.bundle,
     packing.verify,
     storing.clear,

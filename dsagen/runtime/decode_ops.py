@@ -30,6 +30,7 @@ from dsagen.runtime.sparse_decode import (
 if TYPE_CHECKING:
     from dsagen.runtime.api import Device
     from dsagen.runtime.device_kernels import DeviceKernels
+    from dsagen.runtime.driver import DeviceFacts
 
 
 class DecodeOps(OpMethods):
@@ -90,6 +91,11 @@ class DecodeOps(OpMethods):
             )
         shape = self._shape(batch, s_q, topk, extra_topk)
         return self._make_plan(kernels, shape, choose(self._judge(kernels, shape, num_splits)), workspace)
+
+    def main_kernels(self) -> tuple[tuple[KernelPlan, ...], DeviceFacts]:
+        """The main kernels that there are on `device`, in order of preference, and what it is."""
+        kernels = self._on(self._ordinal(None))
+        return kernels.mains, kernels.facts
 
     def plan_choice(self, shape: DecodeShape, slug: str, num_splits: int, launches: int) -> SparseDecodePlan:
         """A plan with one of these main kernels, so many splits and launches, whatever tables and cost model say.

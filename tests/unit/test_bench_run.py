@@ -78,6 +78,7 @@ def test_slower_than_the_record_needs_more_than_noise(record_us, slower):
 
 # ---- the sweep, with a stand-in for kernels and device
 
+PARTITION = SimpleNamespace(main_ctas=4, one_launch=False)
 SMALL = DecodeCase("v32", heads=3, batch=2, s_q=1, topk=16, kv_tokens=64, page_size=16)
 
 
@@ -95,7 +96,7 @@ class ExactKernels:
     def plan_sparse_decode(self, batch, s_q, topk, *, extra_topk):
         assert extra_topk == 0
         self.plans.append((batch, s_q, topk))
-        return SimpleNamespace(main_slug="the-slug", num_splits=2, partition=SimpleNamespace(main_ctas=4))
+        return SimpleNamespace(main_slug="the-slug", num_splits=2, partition=PARTITION)
 
     def sparse_decode(self, q, k_cache, indices, *, plan, softmax_scale, out, lse):
         want = sparse_decode_reference(

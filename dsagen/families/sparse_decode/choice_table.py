@@ -73,10 +73,13 @@ class ChoiceRow:
         """The file of `place`."""
         return self.place.rpartition(":")[0]
 
+    def to_json(self) -> dict[str, Any]:
+        """The row as plain data."""
+        return {name: value for name, value in asdict(self).items() if name != "place"}
+
     def to_line(self) -> str:
         """The row as a line of a table."""
-        columns = {name: value for name, value in asdict(self).items() if name != "place"}
-        return json.dumps(columns, sort_keys=True, allow_nan=False) + "\n"
+        return json.dumps(self.to_json(), sort_keys=True, allow_nan=False) + "\n"
 
     def describe(self) -> str:
         """What was measured, and beside what, for people."""
