@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -77,6 +77,11 @@ class Call:
         plan = kernels.plan_sparse_decode(*shape, **wanted, workspace=given)
         return cls(kernels, plan, workspace)
 
+    @property
+    def slugs(self) -> tuple[str, ...]:
+        """Names of the kernels that it launches, none where the plan does not tell."""
+        return tuple(getattr(self.plan, "slugs", ()))
+
     def __call__(self, inputs: DecodeInputs, outputs: DecodeOutputs) -> None:
         """Run the op on the current stream."""
         out, lse = self.kernels.sparse_decode(
@@ -104,18 +109,28 @@ class Call:
 
 @dataclass(frozen=True)
 class CaseRun:
-    """One case on one device. `kernels` loads the kernels that the case needs; `seed` decides every draw."""
+    """One case on one device. `kernels` loads the kernels that the case needs; `seed` decides every draw.
+
+    `launched` gets the names of the kernels that the case launches.
+    """
 
     case: DecodeCase
     kernels: Callable[[DecodeCase], DecodeKernels]
     device: torch.device
     seed: int
+    launched: set[str] = field(default_factory=set)
 
     def run(self) -> DecodeComparison:
         """Run and compare. WrongResultError for a wrong result, NotRunError for want of memory or devices."""
         kernels = self.kernels(self.case)
         self.require_memory(kernels.spec)
         return _PROBES[self.case.probe](self, kernels)
+
+    def call(self, kernels: DecodeKernels, case: DecodeCase | None = None, batch: int | None = None) -> Call:
+        """A call with a plan of its own: of the case's shape, of another's, or of another batch."""
+        call = Call.of(kernels, case or self.case, self.device, batch)
+        self.launched.update(call.slugs)
+        return call
 
     def inputs(self, kernels: DecodeKernels, variation: int = 0) -> DecodeInputs:
         """The inputs of the case, or others of the same shapes."""
@@ -213,7 +228,7 @@ def reference_of(
 
 def _plain(run: CaseRun, kernels: DecodeKernels) -> DecodeComparison:
     inputs, outputs = run.inputs(kernels), run.outputs(kernels)
-    call = Call.of(kernels, run.case, run.device)
+    call = run.call(kernels)
     call(inputs, outputs)
     comparison = run.compare(kernels, inputs, outputs)
     call.require_guards_intact(outputs)
@@ -222,7 +237,7 @@ def _plain(run: CaseRun, kernels: DecodeKernels) -> DecodeComparison:
 
 def _repeated(run: CaseRun, kernels: DecodeKernels) -> DecodeComparison:
     inputs, outputs = run.inputs(kernels), run.outputs(kernels)
-    call = Call.of(kernels, run.case, run.device)
+    call = run.call(kernels)
     call(inputs, outputs)
     first = outputs.bits()
     comparison = run.compare(kernels, inputs, outputs)
@@ -236,11 +251,11 @@ def _repeated(run: CaseRun, kernels: DecodeKernels) -> DecodeComparison:
 def _batch_invariant(run: CaseRun, kernels: DecodeKernels) -> DecodeComparison:
     case = run.case
     inputs, outputs = run.inputs(kernels), run.outputs(kernels)
-    Call.of(kernels, case, run.device)(inputs, outputs)
+    run.call(kernels, case)(inputs, outputs)
     comparison = run.compare(kernels, inputs, outputs)
     out_bits, lse_bits = outputs.bits()
     for size in (1, case.batch - 2):
-        call = Call.of(kernels, case, run.device, batch=size)
+        call = run.call(kernels, case, batch=size)
         for first in range(0, case.batch - size + 1, size):
             part = slice(first, first + size)
             alone = run.outputs(kernels, batch=size)
@@ -254,7 +269,7 @@ def _graph(run: CaseRun, kernels: DecodeKernels) -> DecodeComparison:
     _require_cuda(run)
     kernels.prepare()
     inputs, outputs = run.inputs(kernels), run.outputs(kernels)
-    call = Call.of(kernels, run.case, run.device)
+    call = run.call(kernels)
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize(run.device)
     with torch.cuda.graph(graph):
@@ -278,7 +293,7 @@ def _side_stream(run: CaseRun, kernels: DecodeKernels) -> DecodeComparison:
     stream.wait_stream(torch.cuda.current_stream(run.device))
     with torch.cuda.stream(stream):
         inputs, outputs = run.inputs(kernels), run.outputs(kernels)
-        call = Call.of(kernels, run.case, run.device)
+        call = run.call(kernels)
         # Work in front of the op, so that a launch on the wrong stream would read what is not written yet.
         late = run.inputs(kernels, variation=1)
         torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]

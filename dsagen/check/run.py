@@ -209,7 +209,9 @@ def _not_run(case: Case, why: str) -> CaseResult:
 def run_case(run: CaseRun | TopkRun | KvRun | LogitsRun) -> tuple[CaseResult, bool]:
     """(result, whether the device is now unusable)."""
     result, faulted = _run_case(run)
-    slugs = tuple(sorted(run.launched)) if isinstance(run, TopkRun) else None
+    slugs = tuple(sorted(run.launched)) if isinstance(run, TopkRun | CaseRun) else None
+    if isinstance(run, CaseRun) and not slugs:
+        slugs = None  # it came to no plan, or to one that does not tell
     return replace(result, op=run.case.op, slugs=slugs), faulted
 
 

@@ -262,6 +262,11 @@ class SparseDecodePlan:
         return self.partition.num_splits
 
     @property
+    def slugs(self) -> tuple[str, ...]:
+        """Names of a call's kernels, in the order of their launches."""
+        return tuple(step.kernel.plan.slug for step in self._steps)
+
+    @property
     def launches(self) -> int:
         """Kernels of a call."""
         return len(self._steps)

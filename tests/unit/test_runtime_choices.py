@@ -9,6 +9,9 @@ import torch
 from fake_driver import H200, FakeDriver, fake_cubins, unpack
 
 from dsagen.build.bundle import Bundle
+from dsagen.check.cases import DecodeCase
+from dsagen.check.probes import CaseRun
+from dsagen.check.run import KernelCache, run_case
 from dsagen.errors import DeviceError, TableError
 from dsagen.families.sparse_decode.choice_table import ChoiceRow
 from dsagen.families.sparse_decode.family import with_all_bodies
@@ -75,6 +78,24 @@ def test_a_row_decides_kernel_splits_and_launches(table):
     assert plan._counters.numel() == 6 * 8 and not plan._counters.any()
     assert any(kept is plan._counters for kept in driver.kept)
     assert f"chosen: {HOPPER.slug}" in kernels.explain(batch=2, s_q=3, topk=200)
+
+
+def test_a_check_tells_what_it_launched(table):
+    """So that a kernel is no evidence for another of the same op, nor for a combine that did not run."""
+    driver = FakeDriver()
+
+    def load(spec, device):
+        return Kernels(spec, open_driver=lambda: driver, read=fake_cubins)
+
+    found = {}
+    for batch, splits in ((2, None), (2, 2), (9, 1)):
+        case = DecodeCase("told", batch=batch, s_q=3, kv_tokens=500, topk=200, page_size=61, num_splits=splits)
+        result, _ = run_case(CaseRun(case, KernelCache(SPEC, torch.device("cpu"), load), torch.device("cpu"), 1))
+        assert result.status == "failed"  # nothing runs on this device
+        found[batch, splits] = [slug.split("-")[1:3] for slug in result.slugs]
+    assert found[2, None] == [["main", "hopper"]]
+    assert found[2, 2] == [["combine", "portable"], ["main", "hopper"]]
+    assert found[9, 1] == [["main", "mma_sync"]]
 
 
 def test_shapes_that_no_row_covers_stay_as_they_were(table):
