@@ -11,12 +11,15 @@ from typing import Any, NoReturn
 
 import torch
 
+from dsagen import knobs
 from dsagen.errors import DeviceError, DsagenError
 from dsagen.runtime.blocks import ArgumentBlock, BlockLayout, Number
 from dsagen.runtime.driver import Driver, DriverError, LaunchConfig, Operands, PointerField
 from dsagen.runtime.loader import LoadedKernel
 from dsagen.runtime.tensors import span_bytes
 
+# What the driver answers when not all CTAs of a cooperative launch fit at once.
+TOO_LARGE = "CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE"
 # Launches kept ready; a serving process has a handful of batch sizes.
 _MAX_LAUNCHES = 64
 # Calls that the launcher in C remembers, for each op or plan. Past it, it begins anew.
@@ -294,6 +297,12 @@ def failure_text(
     debug_sync: bool,
 ) -> str:
     """What is said of a launch that the driver refuses."""
+    if error.code == TOO_LARGE:
+        hint = (
+            ". Its CTAs wait for each other, and this process may not use as many multiprocessors as the device has: "
+            f"set {knobs.SPARSE_DECODE_LAUNCHES.name}=2"
+        )
+        return f"{op}: {kernel.plan.slug} cannot be launched on device {kernel.ordinal}: {error} ({config}){hint}"
     hint = "" if debug_sync else ". An earlier kernel may be the cause: DSAGEN_DEBUG_SYNC=1 waits after each launch"
     arguments = ", ".join(f"{name}={value}" for name, value in values.items())
     return f"{op}: {kernel.plan.slug} failed on device {kernel.ordinal}: {error} ({config}; {arguments}){hint}"

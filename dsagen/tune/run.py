@@ -150,9 +150,11 @@ def _row(
 
 
 def _first_tokens(case: DecodeCase, before: DecodeCase | None) -> int:
-    """From where on a case speaks for fewer query tokens: those behind the last smaller case of the same columns."""
+    """From where on a case speaks for fewer query tokens too: behind half as many, and behind the last smaller case of
+    the same columns.
+    """
     same = before is not None and (before.topk, before.extra_topk) == (case.topk, case.extra_topk)
-    return before.queries + 1 if same and before is not None else 1
+    return max(case.queries // 2, before.queries if same and before is not None else 0) + 1
 
 
 def _told(case: DecodeCase, times: Mapping[Choice, float]) -> str:

@@ -6,11 +6,22 @@ from dataclasses import replace
 import pytest
 
 from dsagen.arch import arch
+from dsagen.cli import main
 from dsagen.errors import TableError
 from dsagen.families.sparse_decode.choice import candidates, choose, explain_choice
-from dsagen.families.sparse_decode.choice_table import Alternative, ChoiceRow, ChoiceTables, read_table, read_tables
+from dsagen.families.sparse_decode.choice_table import (
+    Alternative,
+    ChoiceRow,
+    ChoiceTables,
+    read_table,
+    read_tables,
+    shipped_folder,
+)
 from dsagen.families.sparse_decode.family import FAMILY, with_all_bodies
 from dsagen.families.sparse_decode.op import COUNTERS_BYTES, DecodeShape
+from dsagen.plan import Variant
+from dsagen.render import render
+from dsagen.slug import parse_slug
 from dsagen.spec import load_spec
 
 SPEC = load_spec("v32_h16")
@@ -173,6 +184,33 @@ def test_only_a_body_that_can_join_is_asked_to():
     assert "which this kernel can: 0" in found[0].refusals[0]
     # The knob asks where it is possible.
     assert [c.partition.one_launch for c in judged(decide(), launches=1)] == [False, True]
+
+
+def test_explain_and_doctor_show_what_decides_and_what_does_not(table, capsys):
+    mine = replace(ROW, text=render(HOPPER).evidence_hash)
+    table.write_text("".join(row.to_line() for row in (replace(mine, device="NVIDIA H100"), ROW, mine)))
+    assert main(["explain", "v32_h16", "--batch", "3", "--arch", "sm_90a"]) == 0
+    told = capsys.readouterr().out
+    assert f"chosen: {HOPPER.slug}" in told and f"choice table: {table}:3: 6.50 us" in told
+    assert f"choice table: not taken: {table}:1: measured on NVIDIA H100, this is NVIDIA H200" in told
+    assert f"choice table: not taken: {table}:2: measured with another text of {HOPPER.slug}" in told
+    assert main(["doctor"]) == 0
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert f"{table}  3 rows" in lines
+    assert f"1 not taken: measured with another text of {HOPPER.slug}: run `dsagen tune` again" in lines
+    assert "1 not taken: measured on NVIDIA H100, which this machine has not" in lines
+    table.write_text("{}")
+    assert main(["doctor"]) == 0
+    assert f"{table}:1: field kernel: missing" in capsys.readouterr().out
+    assert main(["explain", "v32_h16", "--batch", "3"]) == TableError.exit_code
+
+
+def test_shipped_rows_are_of_today_s_kernels():
+    for path in sorted(shipped_folder().glob("*.jsonl")):
+        for row in read_table(path):
+            slug = parse_slug(row.kernel)
+            plan = FAMILY.plan(Variant(slug.family, slug.kernel, slug.body, slug.arch, slug.axes))
+            assert render(plan).evidence_hash == row.text, f"{row.place}: measured with another text: tune again"
 
 
 GOOD = json.loads(ROW.to_line())

@@ -19,6 +19,8 @@ from dsagen.matrix import Matrix, expand
 from dsagen.render import render
 from dsagen.runtime.api import Kernels
 from dsagen.runtime.bundled import BundledCode
+from dsagen.runtime.driver import DriverError
+from dsagen.runtime.launch import failure_text, launch_config
 from dsagen.runtime.sparse_decode import DecodeTensors
 from dsagen.spec import load_spec
 
@@ -167,6 +169,16 @@ def test_counters_are_cleared_after_a_call_that_ended_midway(table, monkeypatch)
     monkeypatch.undo()
     kernels.sparse_decode(*inputs(), plan=plan)
     assert not plan._counters.any() and len(driver.launches) == 1
+
+
+def test_a_grid_that_the_process_may_not_hold_names_the_way_out(table):
+    driver = FakeDriver()
+    kernels = Kernels(SPEC, open_driver=lambda: driver, read=fake_cubins)
+    plan = kernels.plan_sparse_decode(*SHAPE)
+    error = DriverError("cuLaunchKernelEx", "CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE", "too many blocks")
+    step = plan._steps[0]
+    text = failure_text("sparse_decode", step.kernel, launch_config(step, 0), {}, error, debug_sync=False)
+    assert text.endswith("set DSAGEN_SPARSE_DECODE_LAUNCHES=2") and "cooperative=True" in text
 
 
 def test_a_graph_s_own_plan_takes_two_launches(table):

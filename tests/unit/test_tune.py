@@ -118,7 +118,7 @@ def test_choices_are_those_that_fit_the_device():
 def test_the_fastest_choice_becomes_a_row():
     device, told = ScriptedDevice(by_splits), []
     found = run(device, "1,16", told=told)
-    assert [row.tokens for row in found.rows] == [(1, 1), (2, 16)]
+    assert [row.tokens for row in found.rows] == [(1, 1), (9, 16)]
     for row in found.rows:
         assert (row.kernel, row.num_splits, row.launches, row.gpu_us) == (HOPPER.slug, 8, 1, 10.5)
         assert (row.heads, row.topk, row.extra_topk) == (16, (2048, 2048), (0, 0))
@@ -133,8 +133,8 @@ def test_the_fastest_choice_becomes_a_row():
 
 
 def test_each_width_has_regions_of_its_own():
-    found = run(ScriptedDevice(by_splits), "4:512,9:512,4:2048")
-    assert [(row.topk[0], row.tokens) for row in found.rows] == [(512, (1, 4)), (512, (5, 9)), (2048, (1, 4))]
+    found = run(ScriptedDevice(by_splits), "4:512,6:512,4:2048")
+    assert [(row.topk[0], row.tokens) for row in found.rows] == [(512, (3, 4)), (512, (5, 6)), (2048, (3, 4))]
 
 
 def test_within_noise_the_untuned_choice_stays():
@@ -172,7 +172,7 @@ def test_the_time_limit_ends_it_with_what_there_is():
     device = ScriptedDevice(by_splits)
     found = run(device, "1,16,64", limit=steps + 4.5)
     # Two choices of the second case, compared: a row. The third case was not begun.
-    assert [row.tokens for row in found.rows] == [(1, 1), (2, 16)]
+    assert [row.tokens for row in found.rows] == [(1, 1), (9, 16)]
     assert [case.batch for case in found.left] == [64] and device.now <= steps + 4.5
     assert run(ScriptedDevice(by_splits), "1,16", limit=steps + 2.5).left == tuned_cases(SPEC, "16")
     assert run(ScriptedDevice(by_splits), "1", limit=0.5).rows == []
@@ -184,7 +184,7 @@ def test_rows_are_read_again_and_decide(tmp_path):
     write_rows(path, rows)
     tables = ChoiceTables(read_table(path))
     decision = tables.decide(
-        DecodeShape(5, 1, 16, 2048), (PORTABLE, HOPPER), "NVIDIA H200", lambda plan: f"text of {plan.slug}", "off"
+        DecodeShape(9, 1, 16, 2048), (PORTABLE, HOPPER), "NVIDIA H200", lambda plan: f"text of {plan.slug}", "off"
     )
     assert decision.row == replace(rows[1], place=f"{path}:2")
 
