@@ -115,6 +115,9 @@ class Driver(Protocol):
     def load_kernel(self, ordinal: int, code: Any, symbol: str) -> Any: ...  # noqa: D102
     def attributes(self, ordinal: int, kernel: Any) -> KernelAttributes: ...  # noqa: D102
     def allow_dynamic_smem(self, ordinal: int, kernel: Any, smem_bytes: int) -> None: ...  # noqa: D102
+    def prefer_shared_memory(self, ordinal: int, kernel: Any) -> None:
+        """Ask for multiprocessors that are set to the most shared memory, though the kernel needs none."""
+
     def current_stream(self, ordinal: int) -> int: ...  # noqa: D102
     def is_capturing(self, ordinal: int) -> bool:
         """Whether the current stream of the device is being captured, or forbids calls because another one is."""
@@ -230,6 +233,12 @@ class CudaDriver:
         kind = self._cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         with self._current(ordinal):
             self._call("cuKernelSetAttribute", kind, smem_bytes, kernel.kernel, self._device(ordinal))
+
+    def prefer_shared_memory(self, ordinal: int, kernel: Any) -> None:
+        """Ask for multiprocessors that are set to the most shared memory; a hint, which the driver may not follow."""
+        kind = self._cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+        with self._current(ordinal):
+            self._call("cuKernelSetAttribute", kind, 100, kernel.kernel, self._device(ordinal))
 
     def current_stream(self, ordinal: int) -> int:
         """Torch's current stream on a device."""

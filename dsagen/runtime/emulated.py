@@ -177,6 +177,9 @@ class EmulatorDriver:
     def allow_dynamic_smem(self, ordinal: int, kernel: _Kernel, smem_bytes: int) -> None:
         """Nothing: a launch gets what it asks for, and the loader has held that to the arch's limit."""
 
+    def prefer_shared_memory(self, ordinal: int, kernel: _Kernel) -> None:
+        """Nothing: there are no multiprocessors to set."""
+
     def current_stream(self, ordinal: int) -> int:
         """The one stream."""
         return 0

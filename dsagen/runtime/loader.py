@@ -171,6 +171,10 @@ class Loader:
         check(LOAD_GUARDS, values, plan.slug)
         if plan.smem_bytes:
             self._driver.allow_dynamic_smem(ordinal, handle, plan.smem_bytes)
+        elif plan.overlaps_previous:
+            # It comes between kernels that fill shared memory. To divide its L1 anew a multiprocessor has to be idle.
+            # Not measured.
+            self._driver.prefer_shared_memory(ordinal, handle)
         return LoadedKernel(plan, ordinal, handle)
 
 

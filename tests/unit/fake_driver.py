@@ -38,6 +38,7 @@ class FakeDriver:
     launches: list[Record] = field(default_factory=list)
     loads: list[str] = field(default_factory=list)
     smem_opt_ins: dict[str, int] = field(default_factory=dict)
+    smem_preferred: list[str] = field(default_factory=list)
     syncs: int = 0
     kept: list[torch.Tensor] = field(default_factory=list)
     block_bytes: dict[str, int] = field(default_factory=dict)
@@ -75,6 +76,9 @@ class FakeDriver:
 
     def allow_dynamic_smem(self, ordinal: int, kernel: str, smem_bytes: int) -> None:
         self.smem_opt_ins[kernel] = smem_bytes
+
+    def prefer_shared_memory(self, ordinal: int, kernel: str) -> None:
+        self.smem_preferred.append(kernel)
 
     def current_stream(self, ordinal: int) -> int:
         return self.stream

@@ -24,6 +24,7 @@ driver = CudaDriver()
 kernel = driver.load_kernel(1, b"\x7fELF....", "dsa_kernel")
 out(driver.attributes(1, kernel) == KernelAttributes(104, 103, 101, 100))
 driver.allow_dynamic_smem(1, kernel, 200000)
+driver.prefer_shared_memory(1, kernel)
 """
 LAUNCH = r"""
 driver = CudaDriver()
@@ -170,6 +171,9 @@ def test_loading_happens_in_the_devices_context(lines_of):
         "# True",
         "push 0x1001",
         "set 8 = 200000 of 0x3000 on 1",
+        "pop 0x1001",
+        "push 0x1001",
+        "set 9 = 100 of 0x3000 on 1",
         "pop 0x1001",
     ]
 

@@ -370,6 +370,8 @@ def test_prepare_loads_everything_once():
     assert sorted(driver.loads) == sorted(plan.symbol for plan in kernels._on(0).plans)
     main = kernels._on(0).mains[0]
     assert driver.smem_opt_ins == {main.symbol: main.smem_bytes}
+    # The combine comes between main kernels, which need all of it.
+    assert driver.smem_preferred == [kernels._on(0).combine.symbol]
 
 
 def test_a_refused_launch_names_op_kernel_and_arguments():
