@@ -134,7 +134,8 @@ class TensorMap:
             self.rank,
             self.address,
             [cuda.cuuint64_t(size) for size in self.sizes],
-            [cuda.cuuint64_t(stride) for stride in self.strides],
+            # Of one dimension there is none; an array is passed all the same, for an empty one would be a null pointer.
+            [cuda.cuuint64_t(stride) for stride in self.strides or (_UNIT,)],
             [cuda.cuuint32_t(extent) for extent in self.box],
             [cuda.cuuint32_t(step) for step in self.steps],
             _member(cuda, "Interleave", "INTERLEAVE", "NONE"),

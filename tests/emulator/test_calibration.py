@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
+import ctypes
+import io
 import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from calibration.__main__ import cubin_of, main
+import torch
+from calibration import boxes, maps
+from calibration.__main__ import main
+from calibration.boxes import TRIES, UNTOUCHED
 from calibration.case import Case
-from calibration.records import cases, golden_records, packed, unpacked
+from calibration.device import (
+    MAPS,
+    Arguments,
+    Device,
+    Outcome,
+    child_command,
+    compile_all,
+    cubin_of,
+    run_in_children,
+    serve,
+)
+from calibration.records import cases, disagreements, golden_records, packed, unpacked
 
 from dsagen.build import find_toolchain
-from dsagen.errors import EmulatorError
+from dsagen.errors import EmulatorError, GuardError
+from dsagen.runtime.driver import LaunchConfig
+from dsagen.tensor_map import TensorMap
 
 RECORDS = golden_records()
 
@@ -55,13 +76,198 @@ def test_how_near_is_near_enough() -> None:
 def test_the_runner_writes_what_the_emulator_gives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "record.json"
     assert main("emulator", str(out)) == 0
-    record = json.loads(out.read_text())
+    written = json.loads(out.read_text())
     taken = {case.name: case for case in cases() if not case.refused}
+    declined = [case.name for case in cases() if case.refused]
     assert f"{len(taken)} cases of emulator" in capsys.readouterr().out
-    assert (record["device"], set(record["cases"])) == ("emulator", set(taken))
-    name, case = next(iter(taken.items()))
-    assert record["cases"][name]["key"] == case.key
-    assert case.difference(case.run_emulated(), unpacked(record["cases"][name])) == ""
+    assert (written["device"], set(written["cases"]), set(written["failed"])) == ("emulator", set(taken), set(declined))
+    assert disagreements(written) == []
+    # Each kind of disagreement is told.
+    stale, failed, other = (name for name in ("redux", "tensor.load.2d", "bulk.reduce.add.f32"))
+    written["cases"][stale]["key"] = "0"
+    written["failed"][failed] = {"key": written["cases"].pop(failed)["key"], "error": "illegal address"}
+    written["cases"][other]["data"] = packed(taken[other], taken[other].run_emulated() + 1)["data"]
+    written["maps"]["swizzle"] = {"driver": "error 1", "ours": "00", "agree": False}
+    assert [text.split(":")[0] for text in sorted(disagreements(written))] == [
+        other, stale, "tensor map swizzle", failed,
+    ]  # fmt: skip
+
+
+# ---- tensor copies --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in cases() if case.name.startswith("tensor.load.") and not case.refused],
+    ids=lambda case: case.name,
+)  # fmt: skip
+def test_bytes_of_a_box_complete_a_phase_and_lie_in_the_tile_alone(case: Case) -> None:
+    assert case.tiled is not None
+    found = case.run_emulated()
+    words = case.tiled.of(case.inputs[0], 1 << 20).box_bytes // 4
+    assert (found[:, :32] == 1).all()
+    assert (found[:, 32 + words :] == UNTOUCHED).all()
+    assert (found[:, 32 : 32 + words] != UNTOUCHED).all()
+
+
+def test_a_box_that_announces_more_than_comes_is_told() -> None:
+    """What a device would do where it counted fewer bytes than a whole box; the emulator finds it behind the wait."""
+    case = next(case for case in cases() if case.name == "tensor.load.1d")
+    text = case.ptx.replace("[%r10], 64;", "[%r10], 80;")
+    assert text != case.ptx
+    out = replace(case, ptx=text.replace(f"{TRIES};", "3;")).run_emulated
+    with pytest.raises(EmulatorError, match=r"race: read of shared bytes \d+ to \d+, which .* copied asynchronously"):
+        out()
+
+
+# ---- what a device's record takes -----------------------------------------------------------------------------------
+
+
+def test_arguments_lie_as_the_driver_reads_them() -> None:
+    arguments = Arguments([0x1234567890, 7], bytes(range(128)))
+    pointers = (ctypes.c_void_p * 3).from_address(arguments.address)
+    assert [ctypes.string_at(pointer, size) for pointer, size in zip(pointers, (128, 8, 8), strict=True)] == [
+        bytes(range(128)), (0x1234567890).to_bytes(8, "little"), (7).to_bytes(8, "little"),
+    ]  # fmt: skip
+
+
+class FakeDriver:
+    """Launches as the emulator does: reads the arguments from where the driver would."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.configs: list[LaunchConfig] = []
+
+    def torch_device(self, ordinal: int) -> torch.device:
+        return torch.device("cpu")
+
+    def load_kernel(self, ordinal: int, cubin: bytes, symbol: str) -> str:
+        return symbol
+
+    def current_stream(self, ordinal: int) -> int:
+        return 5
+
+    def synchronize(self, ordinal: int, stream: int) -> None:
+        assert stream == 5
+
+    def make_launch(
+        self, ordinal: int, kernel: str, config: LaunchConfig, params: int
+    ) -> Callable[[list[torch.Tensor]], None]:
+        self.configs.append(config)
+        first = self.case.tiled is not None
+
+        def run(tensors: list[torch.Tensor]) -> None:
+            pointers = (ctypes.c_void_p * (len(tensors) + first)).from_address(params)
+            if first:
+                assert ctypes.string_at(pointers[0], 128) == bytes(range(128))
+            for tensor, pointer, array in zip(tensors, pointers[first:], self.case.arrays(), strict=True):
+                assert ctypes.c_uint64.from_address(pointer or 0).value == tensor.data_ptr()
+                assert tensor.numpy().tobytes() == array.tobytes()
+            tensors[-1].copy_(torch.from_numpy(self.case.run_emulated().reshape(-1).view(np.uint8)))
+
+        return run
+
+
+@pytest.mark.parametrize("name", ["tensor.reduce.add.float16", "bulk.multicast4.101.from3", "cvt.f32.f16"])
+def test_a_case_is_launched_on_a_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = next(case for case in cases() if case.name == name)
+    driver = FakeDriver(case)
+    monkeypatch.setattr(TensorMap, "encode", lambda tensor_map, cuda: bytes(range(128)))
+    found = Device(0, driver, None).run(case, b"")
+    assert found.shape == case.shape and case.difference(found, case.run_emulated()) == ""
+    (config,) = driver.configs
+    assert (config.grid, config.threads, config.cluster) == (case.grid, case.threads, case.cluster)
+
+
+# A child that fails at some tasks in each of the ways that there are.
+CHILD = """
+import json, os, sys, time
+def say(**message): print(json.dumps(message), flush=True)
+tasks = json.load(sys.stdin)
+print("a library's own words", flush=True)
+say(about={"device": "x"})
+for name in tasks:
+    say(begin=name)
+    if name == "dies":
+        sys.stderr.write("segmentation fault"); sys.stderr.flush(); os._exit(3)
+    if name == "hangs": time.sleep(600)
+    if name == "faults":
+        say(case=name, error="illegal address")
+        sys.exit(0)
+    say(case=name, row={"of": name, "by": os.getpid()})
+"""
+
+
+def test_what_fails_in_a_child_stops_nothing_else() -> None:
+    names = ["a", "dies", "b", "faults", "c", "hangs", "d"]
+    outcome = Outcome()
+    run_in_children([sys.executable, "-c", CHILD], dict.fromkeys(names, ""), outcome, patience=6)
+    assert set(outcome.rows) == set("abcd")
+    assert len({row["by"] for row in outcome.rows.values()}) == 4
+    assert outcome.failed == {
+        "dies": "the child ended with code 3: segmentation fault", "faults": "illegal address",
+        "hangs": "nothing came for 6 s",
+    }  # fmt: skip
+    assert outcome.about == {"device": "x"}
+
+
+def test_children_that_never_begin_are_given_up() -> None:
+    outcome = Outcome()
+    run_in_children([sys.executable, "-c", "raise SystemExit('no driver')"], {"a": "", "b": ""}, outcome)
+    assert outcome.failed == dict.fromkeys("ab", "not begun: the child ended with code 1: no driver")
+
+
+def test_a_child_does_what_it_is_given() -> None:
+    declined = next(case for case in cases() if case.refused)
+    taken = [case for case in cases() if case.name in ("cluster2.addresses", "tensor.load.3d")]
+    tasks, answers = {case.name: "" for case in (taken[0], declined, taken[1])}, io.StringIO()
+    serve("emulator", io.StringIO(json.dumps({**tasks, MAPS: ""})), answers)
+    said = [json.loads(line) for line in answers.getvalue().splitlines()]
+    assert [message["begin"] for message in said if "begin" in message] == [*tasks, MAPS]
+    found = {message["case"]: message for message in said if "case" in message}
+    assert declined.refused in found[declined.name]["error"]
+    for case in taken:
+        assert case.difference(case.run_emulated(), unpacked(found[case.name]["row"])) == ""
+    # By the command that a record is made with.
+    outcome = Outcome()
+    run_in_children(child_command("emulator"), {MAPS: ""}, outcome)
+    assert (outcome.about["device"], outcome.failed) == ("emulator", {})
+
+
+class FakeLibrary:
+    """A driver's library that takes every description, or none."""
+
+    def __init__(self, error: int) -> None:
+        self.error, self.calls = error, 0
+
+    def cuTensorMapEncodeTiled(self, to: ctypes.c_void_p, *arguments: object) -> int:
+        self.calls += 1
+        assert to.value is not None and to.value % 64 == 0 and len(arguments) == 11
+        ctypes.memmove(to.value, bytes(range(128)), 128)
+        return self.error
+
+
+def test_both_ways_to_a_tensor_map_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(maps, "encoded_by_us", lambda cuda, fields: bytes(range(128)))
+    library = FakeLibrary(0)
+    rows = maps.survey(library, None)  # type: ignore[arg-type]
+    assert library.calls == len(rows) == len(boxes.descriptions())
+    assert all(row["agree"] and row["driver"] == row["ours"] == bytes(range(128)).hex() for row in rows.values())
+    rows = maps.survey(FakeLibrary(1), None)  # type: ignore[arg-type]
+    assert not any(row["agree"] for row in rows.values())
+    assert rows["plain"]["driver"] == "error 1"
+    monkeypatch.undo()
+    # What we refuse ourselves needs no driver to say so.
+    refused = {name for name, fields in boxes.descriptions().items() if isinstance(ours(fields), str)}
+    assert {name for name in refused if not name.endswith((".over", ".none"))} == {
+        "address", "stride.unit", "box.row", "nan.integer",
+    }  # fmt: skip
+
+
+def ours(fields: dict[str, object]) -> TensorMap | str:
+    try:
+        return boxes.described(fields)
+    except GuardError as error:
+        return str(error)
 
 
 # Of the cases, one in so many is assembled, which takes a tenth of a second each.
@@ -74,13 +280,17 @@ def test_ptxas_takes_a_case(case: Case) -> None:
     assert cubin_of(case, find_toolchain())[:4] == b"\x7fELF"
 
 
-@pytest.mark.parametrize("record", RECORDS or ["none"])
-def test_the_emulator_gives_what_a_device_gave(record: str) -> None:
+@pytest.mark.compile
+def test_a_case_that_does_not_compile_is_told(tmp_path: Path) -> None:
+    good = cases()[0]
+    bad = replace(good, name="bad", ptx=good.ptx.replace("ret;", "no.such;"))
+    files, failed = compile_all([bad, good], find_toolchain(), tmp_path)
+    assert list(files) == [good.name]
+    assert failed["bad"].startswith("does not compile: ")
+
+
+@pytest.mark.parametrize("name", RECORDS or ["none"])
+def test_the_emulator_gives_what_a_device_gave(name: str) -> None:
     if not RECORDS:
         pytest.skip("no recorded device: nothing is calibrated (python -m tests.emulator.calibration 0 FILE)")
-    rows = RECORDS[record]["cases"]
-    assert [case.name for case in cases() if rows.get(case.name, {}).get("key") != case.key] == []
-    differences = [
-        case.difference(case.run_emulated(), unpacked(rows[case.name])) for case in cases() if not case.refused
-    ]
-    assert [text for text in differences if text] == []
+    assert disagreements(RECORDS[name]) == []

@@ -106,6 +106,12 @@ def test_what_the_driver_is_given() -> None:
     )]  # fmt: skip
 
 
+def test_a_tensor_of_one_dimension_has_an_array_of_strides() -> None:
+    driver = FakeDriver()
+    TensorMap("uint8", 1 << 20, (100,), (), (32,)).encode(driver)
+    assert driver.calls[0][3:5] == ([driver.cuuint64_t(100)], [driver.cuuint64_t(16)])
+
+
 def test_the_names_are_the_drivers() -> None:
     cuda = pytest.importorskip("cuda.bindings.driver")
     for name, members in ENUMS.items():

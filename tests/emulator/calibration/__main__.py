@@ -2,80 +2,51 @@
 
 from __future__ import annotations
 
-import struct
-import subprocess
 import sys
-import tempfile
-from collections.abc import Callable
 from pathlib import Path
-
-import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from calibration.case import Case
+from calibration.device import Outcome, record, serve
 from calibration.records import cases, packed, write
-from dsagen.build import Toolchain, find_toolchain
+from dsagen.build import find_toolchain
 from dsagen.errors import EmulatorError
 
 
-def cubin_of(case: Case, toolchain: Toolchain) -> bytes:
-    """What the case's PTX becomes for sm_90a."""
-    with tempfile.TemporaryDirectory() as folder:
-        source, cubin = Path(folder) / "case.ptx", Path(folder) / "case.cubin"
-        source.write_text(case.ptx)
-        command = [str(toolchain.nvcc), "-arch=sm_90a", "-cubin", str(source), "-o", str(cubin)]
-        subprocess.run(command, check=True)
-        return cubin.read_bytes()
-
-
-def on_device(ordinal: int) -> tuple[str, str, str, Callable[[Case], np.ndarray]]:
-    """The device, its driver, the toolkit, and what runs a case there."""
-    import torch
-
-    from dsagen.runtime.driver import CudaDriver, LaunchConfig
-    from dsagen.runtime.survey import survey_devices
-
-    driver, toolchain = CudaDriver(), find_toolchain()
-    home = torch.device("cuda", ordinal)
-
-    def run(case: Case) -> np.ndarray:
-        kernel = driver.load_kernel(ordinal, cubin_of(case, toolchain), "k")
-        tensors = [torch.from_numpy(array.view(np.uint8).copy()).to(home) for array in case.inputs]
-        size = int(np.prod(case.shape)) * np.dtype(case.dtype).itemsize
-        tensors.append(torch.zeros(size, dtype=torch.uint8, device=home))
-        block = np.frombuffer(struct.pack(f"<{len(tensors)}Q", *(t.data_ptr() for t in tensors)), np.uint8).copy()
-        stream = driver.current_stream(ordinal)
-        config = LaunchConfig(case.grid, case.threads, 0, stream, overlaps_previous=False)
-        driver.make_launch(ordinal, kernel, config, block.ctypes.data)(tensors)
-        driver.synchronize(ordinal, stream)
-        return tensors[-1].cpu().numpy().view(case.dtype).reshape(case.shape)
-
-    facts = driver.facts(ordinal)
-    version = survey_devices().driver or "unknown"
-    return facts.name, version, toolchain.version, run
+def emulated() -> Outcome:
+    """Every case in this process; what the emulator declines is told as such."""
+    outcome = Outcome(about={"device": "emulator", "driver": "none"})
+    for case in cases():
+        try:
+            outcome.rows[case.name] = packed(case, case.run_emulated())
+        except EmulatorError as error:
+            if not case.refused:
+                raise
+            outcome.failed[case.name] = str(error)
+    return outcome
 
 
 def main(device: str, out: str) -> int:
-    """Store the record; how many cases there are goes to stdout."""
-    name, driver, toolkit = "emulator", "none", "none"
-    run: Callable[[Case], np.ndarray] = Case.run_emulated
-    if device != "emulator":
-        name, driver, toolkit, run = on_device(int(device))
-    rows, declined = {}, 0
-    for case in cases():
-        try:
-            rows[case.name] = packed(case, run(case))
-        except EmulatorError:
-            if not case.refused:
-                raise
-            declined += 1
-    write(Path(out), name, driver, toolkit, rows)
-    print(f"{len(rows)} cases of {name} in {out}, {declined} declined")
-    return 0
+    """Store the record; how many cases there are goes to stdout, and what failed."""
+    toolchain = None if device == "emulator" else find_toolchain()
+    outcome = emulated() if toolchain is None else record(device, cases(), toolchain)
+    outcome.about["toolkit"] = toolchain.version if toolchain is not None else "none"
+    write(Path(out), outcome.about, outcome.rows, outcome.failed, outcome.maps)
+    about = outcome.about.get("device", "no device")
+    print(f"{len(outcome.rows)} cases of {about} in {out}, {len(outcome.failed)} failed or declined")
+    if toolchain is not None:
+        for name, why in outcome.failed.items():
+            print(f"  {name}: {why[:200]}")
+        for name, row in outcome.maps.items():
+            if not row["agree"]:
+                print(f"  tensor map {name}: the driver says {row['driver']}, we {row['ours']}")
+    return 0 if outcome.rows else 1
 
 
 if __name__ == "__main__":
     if len(sys.argv) != 3:
         raise SystemExit("usage: python -m tests.emulator.calibration DEVICE_NUMBER|emulator OUT.json")
+    if sys.argv[1] == "--child":
+        serve(sys.argv[2], sys.stdin, sys.stdout)
+        sys.exit(0)
     sys.exit(main(*sys.argv[1:]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,13 +11,34 @@ import numpy as np
 from micro import kernel, launch
 
 from dsagen.emulator import Memory
+from dsagen.tensor_map import TensorMap
 
 THREADS = 128
 
 
+@dataclass(frozen=True)
+class Tiled:
+    """A tensor map of one of a case's arrays, the last of which is the output: see dsagen.tensor_map."""
+
+    array: int
+    element: str
+    box: tuple[int, ...]
+    element_strides: tuple[int, ...] = ()
+    swizzle_bytes: int = 0
+    fill: str = "zeros"
+
+    def of(self, array: np.ndarray, address: int) -> TensorMap:
+        """The map of this array, whose last axis is the fastest."""
+        strides = array.strides[-2::-1] if array.ndim > 1 else ()
+        how = (self.element_strides, self.swizzle_bytes, 0, self.fill)
+        return TensorMap(self.element, address, array.shape[::-1], strides, self.box, *how)
+
+
 @dataclass(frozen=True, eq=False)
 class Case:
-    """A kernel `k` of 64-bit pointers: to each input in order, then to the output, which is zeros before.
+    """A kernel `k` of 64-bit pointers: to each input in order, then to the output, which holds `before`, or zeros.
+
+    With `tiled` a tensor map of 128 bytes comes first. `cluster` CTAs make one.
 
     `within` is how far results may be apart: 0 to the bit, NaN being equal to any other; else relative to each value,
     or, where `of_largest` is set, to the largest one. `refused`: the emulator declines the kernel with this text, so
@@ -33,22 +55,39 @@ class Case:
     within: float = 0.0
     of_largest: bool = False
     refused: str = ""
+    tiled: Tiled | None = None
+    cluster: int = 1
+    before: np.ndarray | None = None
 
     @property
     def key(self) -> str:
         """What a record was made of: the text, the inputs and the launch."""
-        digest = hashlib.sha256(f"{self.ptx}\n{self.grid} {self.threads} {self.shape} {self.dtype}".encode())
-        for array in self.inputs:
-            digest.update(f"{array.dtype} {array.shape}".encode() + np.ascontiguousarray(array).tobytes())
+        how = f"{self.grid} {self.threads} {self.cluster} {self.shape} {self.dtype} {self.tiled}"
+        digest = hashlib.sha256(f"{self.ptx}\n{how}".encode())
+        for array in self.arrays():
+            digest.update(f"{array.dtype} {array.shape}".encode() + array.tobytes())
         return digest.hexdigest()[:32]
+
+    def arrays(self) -> list[np.ndarray]:
+        """Copies of the inputs, and the output as it is before."""
+        out = np.zeros(self.shape, self.dtype) if self.before is None else self.before.reshape(self.shape)
+        return [np.array(array, order="C") for array in (*self.inputs, out)]
+
+    def tensor_map(self, addresses: Sequence[int]) -> TensorMap | None:
+        """The map that the kernel takes, where its arrays lie at these addresses."""
+        if self.tiled is None:
+            return None
+        return self.tiled.of(self.arrays()[self.tiled.array], addresses[self.tiled.array])
 
     def run_emulated(self) -> np.ndarray:
         """The output as the emulator computes it; EmulatorError where it declines."""
-        out, memory = np.zeros(self.shape, self.dtype), Memory()
-        arrays = [*(np.ascontiguousarray(array) for array in self.inputs), out]
-        addresses = [memory.add(f"array{n}", array, writable=array is out) for n, array in enumerate(arrays)]
-        launch(self.ptx, addresses, memory, threads=self.threads, grid=self.grid)
-        return out
+        arrays, memory = self.arrays(), Memory()
+        addresses = [memory.add(f"array{n}", array, writable=array is arrays[-1]) for n, array in enumerate(arrays)]
+        tensor_map = self.tensor_map(addresses)
+        first = struct.unpack("<16Q", tensor_map.encode_for_emulator()) if tensor_map is not None else ()
+        values, options = [*first, *addresses], {"cluster": self.cluster} if self.cluster > 1 else {}
+        launch(self.ptx, values, memory, threads=self.threads, grid=self.grid, **options)
+        return arrays[-1]
 
     def difference(self, found: np.ndarray, recorded: np.ndarray) -> str:
         """How the results differ by more than they may; empty where they agree."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import base64
 import json
 import zlib
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from calibration import lanes, products, values
+from calibration import boxes, clusters, lanes, products, values
 from calibration.case import Case
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -19,10 +20,12 @@ GOLDEN = Path(__file__).parent / "golden"
 
 @cache
 def cases() -> tuple[Case, ...]:
-    """Every micro-kernel. Boxes of tensor maps, mapa and multicast are to follow."""
+    """Every micro-kernel."""
     groups = (
         products.layouts, products.sums, products.base_offsets, values.conversions, values.approximations,
-        values.open_questions, lanes.shuffles, lanes.reductions, lanes.mbarriers,
+        values.open_questions, lanes.shuffles, lanes.reductions, lanes.mbarriers, boxes.ranks, boxes.swizzles,
+        boxes.elements, boxes.reductions, clusters.addresses, clusters.arrivals, clusters.stores, clusters.multicasts,
+        clusters.global_copies,
     )  # fmt: skip
     return tuple(case for group in groups for case in group())
 
@@ -39,12 +42,45 @@ def unpacked(row: dict[str, Any]) -> np.ndarray:
     return np.frombuffer(data, row["dtype"]).reshape(row["shape"])
 
 
-def write(path: Path, device: str, driver: str, toolkit: str, rows: dict[str, dict[str, Any]]) -> None:
-    """A record: who gave it, and a row for each case."""
-    head = {"device": device, "driver": driver, "toolkit": toolkit}
-    path.write_text(json.dumps({**head, "cases": rows}, indent=1, sort_keys=True) + "\n")
+def write(
+    path: Path,
+    about: Mapping[str, str],
+    rows: Mapping[str, dict[str, Any]],
+    failed: Mapping[str, str],
+    maps: Mapping[str, dict[str, Any]],
+) -> None:
+    """A record: who gave it, a row for each case, errors of those that failed, and what was said of tensor maps."""
+    keys = {case.name: case.key for case in cases()}
+    errors = {name: {"key": keys[name], "error": why} for name, why in failed.items() if name in keys}
+    # What is no case is about all of them.
+    others = {name: why for name, why in failed.items() if name not in keys}
+    found = {**about, "cases": rows, "failed": errors, "maps": maps, "other failures": others}
+    path.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
 
 
 def golden_records() -> dict[str, dict[str, Any]]:
     """Records of devices, by the file's name."""
     return {path.stem: json.loads(path.read_text()) for path in sorted(GOLDEN.glob("*.json"))}
+
+
+def disagreements(record: dict[str, Any]) -> list[str]:
+    """What a record and this project say differently: of each case, and of tensor maps.
+
+    A case that is not in the record as it is now has to be recorded anew. One that failed on the device must not run
+    here, unless the emulator declines it anyway.
+    """
+    found = []
+    for case in cases():
+        row, failed = record["cases"].get(case.name), record["failed"].get(case.name)
+        if case.key not in {entry["key"] for entry in (row, failed) if entry is not None}:
+            found.append(f"{case.name}: not in the record, or with another text or inputs: record it anew")
+        elif not case.refused and row is None:
+            found.append(f"{case.name}: failed on the device ({failed['error']}), and the emulator takes it")
+        elif not case.refused:
+            found.append(case.difference(case.run_emulated(), unpacked(row)))
+    found += [
+        f"tensor map {name}: the driver says {row['driver']}, dsagen.tensor_map {row['ours']}"
+        for name, row in record["maps"].items()
+        if not row["agree"]
+    ]
+    return [text for text in found if text]

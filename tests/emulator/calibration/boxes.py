@@ -1,0 +1,232 @@
+"""Tensor copies: boxes inside, across and outside of tensors, their bytes at an mbarrier, and where rows lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from micro import kernel
+
+from calibration.case import Case, Tiled
+from dsagen.tensor_map import ELEMENT_BYTES, TensorMap
+
+# Words of a lane that no copy wrote, and bytes behind a box that none may write.
+UNTOUCHED = 0x5A5A5A5A
+_BEHIND = 128
+# How often a phase is asked about, for announced bytes may never come. `try_wait` may take long to say no.
+TRIES = 1 << 20
+# What a text begins with: %d0 the map, %d1 the output, %r1 the tile, %r10 the mbarrier, %p1 thread 0 of 32.
+_SETUP = """
+mov.b64 %d0, p0; cvta.param.u64 %d0, %d0; ld.param.u64 %d1, [p{out}]; mov.u32 %r1, tile; mov.u32 %r10, bar;
+setp.eq.u32 %p1, %r0, 0; mad.wide.u32 %d1, %r0, 4, %d1;
+@%p1 mbarrier.init.shared.b64 [%r10], 1; @%p1 fence.mbarrier_init.release.cluster; bar.sync 0;
+"""
+# A word of each lane at a time, of the tile and of global memory.
+_BESIDE = """
+mad.lo.u32 %r2, %r0, 4, %r1; mov.u64 %d2, %d{at}; mad.lo.u32 %r3, %r0, 4, 0;
+{name}: setp.ge.u32 %p4, %r3, {bytes}; @%p4 bra E{name};
+{move}
+add.u32 %r2, %r2, 128; add.u64 %d2, %d2, 128; add.u32 %r3, %r3, 128; bra {name}; E{name}:
+"""
+_READY = "fence.proxy.async; bar.sync 0;\n"
+
+
+def bounded_wait(name: str, parity: int, barrier: str = "%r10") -> str:
+    """Sets %r6 to whether the phase came to its end."""
+    return (
+        f"mov.u32 %r5, 0;\n{name}: mbarrier.test_wait.parity.shared.b64 %p3, [{barrier}], {parity}; @%p3 bra E{name}; "
+        f"add.u32 %r5, %r5, 1; setp.lt.u32 %p4, %r5, {TRIES}; @%p4 bra {name};\nE{name}: selp.u32 %r6, 1, 0, %p3;\n"
+    )
+
+
+def _text(body: str, arrays: int, tile_bytes: int) -> str:
+    shared = f".shared .align 1024 .b8 tile[{tile_bytes}];\n.shared .align 8 .b8 bar[8];\n"
+    text = kernel(_SETUP.format(out=arrays) + body, 1 + arrays, shared)
+    return text.replace(".param .u64 p0", ".param .align 64 .b8 p0[128]", 1)
+
+
+def _coordinates(at: Sequence[int]) -> str:
+    return ", ".join(map(str, at))
+
+
+def load(name: str, array: np.ndarray, tiled: Tiled, places: Sequence[tuple[int, ...]], refused: str = "") -> Case:
+    """For each place: whether the box's bytes completed the phase (a word of each lane), the tile, what is behind."""
+    count = tiled.of(array, 1 << 20).box_bytes
+    size = -(-count // 128) * 128 + _BEHIND
+    fill = f"st.shared.u32 [%r2], {UNTOUCHED};"
+    body = ""
+    for n, at in enumerate(places):
+        body += _BESIDE.format(name=f"F{n}", at=1, bytes=size, move=fill) + _READY
+        body += f"@%p1 mbarrier.arrive.expect_tx.shared.b64 _, [%r10], {count};\n"
+        body += f"@%p1 cp.async.bulk.tensor.{len(at)}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        body += f" [%r1], [%d0, {{{_coordinates(at)}}}], [%r10];\n" + bounded_wait(f"W{n}", n % 2)
+        body += "st.global.u32 [%d1], %r6; add.u64 %d1, %d1, 128;\n"
+        move = "ld.shared.u32 %r4, [%r2]; st.global.u32 [%d2], %r4;"
+        body += _BESIDE.format(name=f"D{n}", at=1, bytes=size, move=move)
+        body += f"add.u64 %d1, %d1, {size}; bar.sync 0;\n"
+    shape = (len(places), 32 + size // 4)
+    return Case(name, _text(body, 2, size), (array,), shape, "u4", threads=32, refused=refused, tiled=tiled)
+
+
+def store(
+    name: str, before: np.ndarray, tiled: Tiled, places: Sequence[tuple[int, ...]], operation: str = "",
+    values: np.ndarray | None = None, refused: str = "",
+) -> Case:  # fmt: skip
+    """The tensor after boxes of values were stored into it, or joined with it."""
+    count = tiled.of(before, 1 << 20).box_bytes
+    if values is None:
+        values = np.random.default_rng(41).integers(0, 1 << 32, -(-count // 4), np.uint32)
+    kind, how = ("cp.reduce", f".{operation}") if operation else ("cp", "")
+    fill = "ld.global.u32 %r4, [%d2]; st.shared.u32 [%r2], %r4;"
+    body = "ld.param.u64 %d4, [p1]; mad.wide.u32 %d4, %r0, 4, %d4;\n"
+    body += _BESIDE.format(name="F", at=4, bytes=count, move=fill) + _READY
+    for at in places:
+        body += f"@%p1 {kind}.async.bulk.tensor.{len(at)}d.global.shared::cta{how}.tile.bulk_group"
+        body += f" [%d0, {{{_coordinates(at)}}}], [%r1];\n"
+    body += "@%p1 cp.async.bulk.commit_group; @%p1 cp.async.bulk.wait_group 0;\n"
+    text = _text(body, 2, -(-count // 128) * 128)
+    return Case(
+        name, text, (values,), before.shape, before.dtype.str[1:], threads=32, refused=refused, tiled=tiled,
+        before=before,
+    )  # fmt: skip
+
+
+_SHAPES = {1: (56,), 2: (9, 40), 3: (4, 5, 24), 4: (3, 2, 4, 24), 5: (2, 3, 2, 3, 16)}
+_BOXES = {1: (32,), 2: (32, 4), 3: (16, 3, 2), 4: (16, 2, 2, 2), 5: (16, 2, 1, 3, 2)}
+
+
+def _numbers(shape: tuple[int, ...], dtype: str = "u2", seed: int = 40) -> np.ndarray:
+    size = np.dtype(dtype).itemsize
+    raw = np.random.default_rng(seed).integers(1, 255, (*shape[:-1], shape[-1] * size), np.uint8)
+    return raw.view(dtype)
+
+
+def _places(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Inside, across each end of the fastest dimension and of the others, and outside of all."""
+    rank, width = len(shape), shape[-1]
+    rest, ones, before = (0,) * (rank - 1), (1,) * (rank - 1), (-1,) * (rank - 1)
+    places = [(0, *rest), (3, *ones), (-5, *before), (width - 3, *ones), (-40, *rest), (1000,) * rank, (0, *before)]
+    return [*places, (-(2**31), *rest), (2**31 - 1, *rest), (width, *rest)]
+
+
+def ranks() -> list[Case]:
+    """Boxes of one to five dimensions, loaded and stored."""
+    found = []
+    for rank, shape in _SHAPES.items():
+        tiled = Tiled(0, "uint16", _BOXES[rank])
+        found.append(load(f"tensor.load.{rank}d", _numbers(shape), tiled, _places(shape)))
+        inside = ((1,) * rank, (-3,) + (-1,) * (rank - 1), (shape[-1] - 7,) + (0,) * (rank - 1), (900,) * rank)
+        for n, at in enumerate(inside):
+            found.append(store(f"tensor.store.{rank}d.{n}", _numbers(shape), Tiled(1, "uint16", _BOXES[rank]), [at]))
+    return found
+
+
+def swizzles() -> list[Case]:
+    """Each swizzle, with rows as wide as it and narrower, at edges; loaded and stored."""
+    found = []
+    places = [(0, 0), (5, 3), (-7, -2), (60, 30), (-200, 0)]
+    for swizzle in (0, 32, 64, 128):
+        for row in (16, 32, 64, 128, 256):
+            if swizzle and row > swizzle:
+                continue
+            tiled = Tiled(0, "bfloat16", (row // 2, 24), swizzle_bytes=swizzle)
+            refused = "where the next one lies" if swizzle and row != swizzle else ""
+            found.append(load(f"tensor.load.swizzle{swizzle}.row{row}", _numbers((40, 80)), tiled, places, refused))
+    for swizzle in (32, 64, 128):
+        for element, dtype in (("uint8", "u1"), ("float32", "u4")):
+            array = _numbers((40, 320 // np.dtype(dtype).itemsize), dtype)
+            tiled = Tiled(0, element, (swizzle // array.itemsize, 20), swizzle_bytes=swizzle)
+            found.append(load(f"tensor.load.swizzle{swizzle}.{element}", array, tiled, places))
+        out = Tiled(1, "bfloat16", (swizzle // 2, 16), swizzle_bytes=swizzle)
+        found.append(store(f"tensor.store.swizzle{swizzle}", _numbers((40, 80)), out, [(20, -2)]))
+    return found
+
+
+def elements() -> list[Case]:
+    """Elements of each type, of which some may be rounded, or flushed; steps; and what lies outside as NaN."""
+    found = []
+    floats = _numbers((12, 64), "u4")
+    # Subnormals, infinities, NaN, and bits below those of tf32.
+    floats[0, :16] = [
+        0x80000001, 0x1FFF, 0x007FFFFF, 0, 0x80000000, 0x7F800000, 0xFF800000, 0x7FC00001, 0x7F800001, 0x3F800FFF,
+        0x3F801000, 0x3F801001, 0x3F803000, 0xBF803000, 0x7F7FFFFF, 0x00800000,
+    ]  # fmt: skip
+    for element, size in ELEMENT_BYTES.items():
+        array = floats if size == 4 else _numbers((12, 64), f"u{size}")
+        found.append(load(f"tensor.load.{element}", array, Tiled(0, element, (16, 6)), [(0, 0), (-1, -1), (55, 9)]))
+    for element, dtype in (("bfloat16", "u2"), ("float16", "u2"), ("float32", "u4")):
+        array = _numbers((12, 64), dtype)
+        nan = Tiled(0, element, (16, 6), fill="nan")
+        found.append(load(f"tensor.load.{element}.nan", array, nan, [(0, 0), (-1, -1), (55, 9)], "fills with zeros"))
+    stepped = Tiled(0, "uint16", (16, 7, 4), (4, 3, 2))
+    places = [(0, 2, -1), (0, 0, 0), (3, 18, 4), (0, -3, 1)]
+    found.append(load("tensor.load.steps", _numbers((5, 20, 24)), stepped, places))
+    step = Tiled(1, "uint16", (16, 6), (1, 2))
+    found.append(store("tensor.store.steps", _numbers((16, 24)), step, [(2, 3)], refused="element strides"))
+    return found
+
+
+_REDUCED = (
+    ("add", "uint32"), ("add", "int32"), ("add", "uint64"), ("add", "float32"), ("add", "float16"), ("add", "bfloat16"),
+    ("min", "int32"), ("max", "uint32"), ("min", "int64"), ("max", "uint64"), ("min", "float16"), ("max", "bfloat16"),
+    ("inc", "uint32"), ("dec", "uint32"), ("and", "uint32"), ("or", "uint64"), ("xor", "uint32"),
+)  # fmt: skip
+
+
+def moderate(kind: str, count: int, seed: int) -> np.ndarray:
+    """Numbers whose sums are rounded, as raw bits; among the floating-point ones subnormals."""
+    random = np.random.default_rng(seed)
+    if "float" not in kind:
+        return random.integers(0, 100, count).astype(f"u{ELEMENT_BYTES[kind]}")
+    numbers = (random.standard_normal(count) * 2.0 ** random.integers(-3, 3, count)).astype(np.float32)
+    numbers[:4] = [1e-40, -2e-40, 3e-39, -1e-41]
+    if kind == "float16":
+        numbers[:4] = [6e-8, -3e-5, 1e-6, -6e-8]
+        return numbers.astype(np.float16).view("u2")
+    return numbers.view("u4") if kind == "float32" else (numbers.view("u4") >> 16).astype("u2")
+
+
+def reductions() -> list[Case]:
+    """Reductions of a box across the end of a tensor."""
+    found = []
+    for operation, element in _REDUCED:
+        before = moderate(element, 20 * 32, 43).reshape(20, 32)
+        # What the first values are joined with is as small.
+        before[18, 20:24] = before[0, :4]
+        values = moderate(element, 64, 44)
+        name = f"tensor.reduce.{operation}.{element}"
+        found.append(store(name, before, Tiled(1, element, (16, 4)), [(20, 18)], operation, values))
+    return found
+
+
+# Descriptions at the limits of what a driver takes: what is changed of a plain one.
+_LIMITS: dict[str, dict[str, object]] = {
+    "plain": {}, "address": {"address": (1 << 20) + 8}, "address.16": {"address": (1 << 20) + 16},
+    "size.most": {"sizes": (1 << 32, 16)}, "size.over": {"sizes": ((1 << 32) + 1, 16)}, "size.none": {"sizes": (64, 0)},
+    "stride.unit": {"strides": (136,)}, "stride.less": {"strides": (64,)}, "stride.none": {"strides": (0,)},
+    "stride.most": {"strides": ((1 << 40) - 16,)}, "stride.over": {"strides": (1 << 40,)},
+    "box.most": {"box": (32, 256)}, "box.over": {"box": (32, 257)}, "box.none": {"box": (32, 0)},
+    "box.wide": {"box": (256, 4)}, "box.row": {"box": (12, 4)}, "box.large": {"box": (256, 256)},
+    "box.larger": {"box": (64, 32)}, "step.most": {"element_strides": (1, 8)}, "step.over": {"element_strides": (1, 9)},
+    "step.none": {"element_strides": (1, 0)}, "step.first": {"element_strides": (8, 1)},
+    "swizzle": {"swizzle_bytes": 128, "box": (64, 4)}, "swizzle.over": {"swizzle_bytes": 64, "box": (64, 4)},
+    "swizzle.narrow": {"swizzle_bytes": 128, "box": (32, 4)}, "nan": {"fill": "nan"},
+    "nan.integer": {"fill": "nan", "element": "uint16"}, "promotion": {"promotion_bytes": 256},
+    "rank1": {"sizes": (64,), "strides": (), "box": (32,)},
+    "rank5": {"sizes": (64, 3, 3, 3, 3), "strides": (128, 384, 1152, 3456), "box": (32, 1, 2, 1, 2)},
+    **{f"element.{name}": {"element": name, "box": (16, 4)} for name in ELEMENT_BYTES},
+}  # fmt: skip
+_PLAIN: dict[str, object] = {
+    "element": "bfloat16", "address": 1 << 20, "sizes": (64, 16), "strides": (128,), "box": (32, 4),
+    "element_strides": (), "swizzle_bytes": 0, "promotion_bytes": 0, "fill": "zeros",
+}  # fmt: skip
+
+
+def descriptions() -> dict[str, dict[str, object]]:
+    """What a driver is asked to encode, by name: fields of TensorMap."""
+    return {name: _PLAIN | change for name, change in _LIMITS.items()}
+
+
+def described(fields: dict[str, object]) -> TensorMap:
+    """The map; GuardError for what we refuse."""
+    return TensorMap(**fields)  # type: ignore[arg-type]
