@@ -102,7 +102,18 @@ VM_UNARY(cvt_f64_f32, double, float, a)
 VM_UNARY(cvt_rn_f32_f64, float, double, canonical(static_cast<float>(a)))
 VM_UNARY(cvt_sat_f32_f32, float, float, saturate(a))
 
-VM_UNARY(cvt_f32_f16, float, u16, canonical(half_value(a)))
+// All lanes at once: of each by itself g++ compares the half with itself, which takes a library's function.
+static void op_cvt_f32_f16(Warp& w, const Ins& i, u32 mask) {
+  VM_OPERANDS;
+  const u32* a = w.row(x[1]);
+  u16 halves[kLanes];
+  float values[kLanes];
+  for (int l = 0; l < kLanes; l++) halves[l] = static_cast<u16>(a[l]);
+  half_values(halves, values, kLanes);
+  u32* d = w.row(x[0]);
+  each_lane(mask, [&](int l) { put<float>(d, l, canonical(values[l])); });
+}
+static const Register register_cvt_f32_f16("cvt_f32_f16", op_cvt_f32_f16);
 VM_UNARY(cvt_f32_bf16, float, u16, canonical(bf16_value(a)))
 VM_UNARY(cvt_rn_f16_f32, u16, float, half_bits(a))
 VM_UNARY(cvt_rn_bf16_f32, u16, float, bf16_bits(a))

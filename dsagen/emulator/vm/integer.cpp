@@ -407,6 +407,15 @@ static void unpack(Warp& w, const Ins& i, u32 mask) {
   VM_OPERANDS;
   const u32* a = w.row(x[i.flags]);
   const u32 width = static_cast<u32>(i.imm), words = (width * i.flags + 31) / 32;
+  if (width == 16 && i.flags == 2) {
+    // The frequent one. A result may lie in the row of the source.
+    u32 pair[kLanes];
+    std::memcpy(pair, a, sizeof pair);
+    u32 *low = w.row(x[0]), *high = w.row(x[1]);
+    each_lane(mask, [&](int l) { low[l] = pair[l] & 0xffff; });
+    each_lane(mask, [&](int l) { high[l] = pair[l] >> 16; });
+    return;
+  }
   const u32 ones = width >= 32 ? kFullMask : (1u << width) - 1;
   each_lane(mask, [&](int l) {
     u32 bits[4] = {};

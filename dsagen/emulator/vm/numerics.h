@@ -4,9 +4,22 @@
 
 #include "machine.h"
 
+#ifdef __F16C__
+#include <immintrin.h>
+#endif
+
 namespace vm {
 
 inline float half_value(u16 bits) { return static_cast<float>(bits_as<_Float16>(bits)); }
+// Of so many, a multiple of 8.
+inline void half_values(const u16* halves, float* to, int count) {
+#ifdef __F16C__
+  for (int n = 0; n < count; n += 8)
+    _mm256_storeu_ps(to + n, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(halves + n))));
+#else
+  for (int n = 0; n < count; n++) to[n] = half_value(halves[n]);
+#endif
+}
 inline u16 half_bits(float x) {
   // One quiet NaN, as the hardware gives.
   return x != x ? 0x7fff : bits_as<u16>(static_cast<_Float16>(x));

@@ -2,7 +2,7 @@
 #pragma once
 #include "numerics.h"
 
-#if defined(__F16C__) || defined(__FMA__)
+#ifdef __FMA__
 #include <immintrin.h>
 #endif
 
@@ -15,12 +15,7 @@ using Order8 = i32 __attribute__((vector_size(32)));
 inline void unpack_f16(const u32* row, float* to) {
   u16 halves[2 * kLanes];
   std::memcpy(halves, row, sizeof halves);
-#ifdef __F16C__
-  for (int n = 0; n < 2 * kLanes; n += 8)
-    _mm256_storeu_ps(to + n, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(halves + n))));
-#else
-  for (int n = 0; n < 2 * kLanes; n++) to[n] = half_value(halves[n]);
-#endif
+  half_values(halves, to, 2 * kLanes);
 }
 inline void unpack_bf16(const u32* row, float* to) {
   u16 halves[2 * kLanes];
