@@ -261,3 +261,31 @@ def test_the_last_block_knows_of_the_others_whatever_the_threads_of_the_host_do(
         memory = Memory()
         addresses = [memory.add("out", np.zeros(64, np.uint32)), memory.add("count", np.zeros(1, np.uint32))]
         launch(text.replace("fence.acq_rel.gpu;", ""), addresses, memory, grid=64, os_threads=4)
+
+
+# ---- what is kept of launches that are over --------------------------------------------------------------------------
+
+# Warp 0 writes shared memory and global memory by pieces of 16, 4 and 1 bytes; later launches take the same memory.
+_PIECES = "mov.u32 %r1, tile; setp.ne.u32 %p1, %r0, {lane};\n@%p1 bra E;\n"
+_PIECES += "mov.u32 %r2, 1; mov.u32 %r3, 2; cvt.u16.u32 %h1, %r2; st.shared.v4.u32 [%r1], {%r2, %r2, %r3, %r3};"
+_PIECES += "st.shared.u32 [%r1+16], %r2; st.shared.u8 [%r1+33], %h1; ld.shared.u32 %r4, [%r1+16];"
+_PIECES += "st.global.u32 [%d0], %r2; st.global.u8 [%d0+17], %h1;\nE:\n"
+
+
+def test_a_launch_knows_nothing_of_those_before_it() -> None:
+    def run(body: str) -> None:
+        memory = Memory()
+        address = memory.add("words", np.zeros(32, np.uint32))
+        declarations = ".shared .align 16 .b8 tile[64];\n"
+        launch(kernel("ld.param.u64 %d0, [p0];\n" + body, 1, declarations), [address], memory, threads=64)
+
+    clash = _PIECES.replace("{lane}", "0").replace("E", "A") + _PIECES.replace("{lane}", "32").replace("E", "B")
+    for _ in range(3):
+        for lane in (0, 32, 5, 63):
+            run(_PIECES.replace("{lane}", str(lane)))
+        # One that ends in the middle of a check leaves nothing either.
+        with pytest.raises(EmulatorError, match="race: write of shared bytes"):
+            run(clash)
+        # What nobody has written in this launch is not there.
+        with pytest.raises(EmulatorError, match="not written before"):
+            run("mov.u32 %r1, tile; ld.shared.u32 %r2, [%r1+16];")

@@ -16,7 +16,7 @@ void Order::reset(Cta& cta, u32 linear) {
   if (!on) return;
   clocks_.resize(warps);
   for (WarpClocks& clocks : clocks_) clocks.reset();
-  if (!shadow_) shadow_ = std::make_unique<Shadow>(cta.launch->shared_bytes, warps);
+  if (!shadow_) shadow_ = take_shadow(cta.launch->shared_bytes, warps);
   shadow_->reset(linear_);
   places_.reset(synchronises() ? cta.launch->shared_bytes : 0);
   looks_.clear();

@@ -135,7 +135,7 @@ class GlobalOrder {
   static constexpr u32 kPageBytes = 1 << 14;
   struct Page {
     std::mutex lock;
-    Shadow shadow{kPageBytes, 0};
+    KeptShadow shadow = take_shadow(kPageBytes, 0);
   };
   Page& page(u32 region, u64 number);
 
@@ -297,7 +297,7 @@ class Order {
   u32 linear_ = 0, views = 1, next_agent_ = 0;
   u32 first_warpgroup_ = 0;  // agent
   std::vector<WarpClocks> clocks_;
-  std::unique_ptr<Shadow> shadow_;
+  KeptShadow shadow_;
   SharedPlaces places_;
   std::unordered_map<u64, Look> looks_;  // by global address, or that of another CTA's shared memory
   // In a cluster: what the threads that have exited knew, and the last access of this shared memory by each lane of

@@ -124,9 +124,9 @@ void Order::global_bulk(const Warp& w, u32 lane, u32 region, u64 offset, u64 byt
     GlobalOrder::Page& page = global_->page(region, offset / GlobalOrder::kPageBytes);
     std::unique_lock<std::mutex> guard(page.lock, std::defer_lock);
     if (global_->locks) guard.lock();
-    page.shadow.visit(first, count, touch == Touch::kWrite ? &written : nullptr, kNobody, [&](Unit& unit) {
-      if (touch == Touch::kStrong) return share_unit(w, lane, unit, page.shadow, me, where);
-      if (touch == Touch::kWrite) check_unit(w, lane, unit, page.shadow, Touch::kWrite, 0, where);
+    page.shadow->visit(first, count, touch == Touch::kWrite ? &written : nullptr, kNobody, [&](Unit& unit) {
+      if (touch == Touch::kStrong) return share_unit(w, lane, unit, *page.shadow, me, where);
+      if (touch == Touch::kWrite) check_unit(w, lane, unit, *page.shadow, Touch::kWrite, 0, where);
       if (touch == Touch::kRead) check_write(w, lane, unit, Touch::kRead, where);
       require_fence(w, lane, unit, touch == Touch::kWrite ? "a bulk copy into" : "a bulk copy from", where);
     });

@@ -368,9 +368,9 @@ void Order::global(const Warp& w, u32 lane, u32 region, u64 offset, u32 bytes, T
   GlobalOrder::Page& page = global_->page(region, offset / GlobalOrder::kPageBytes);
   std::unique_lock<std::mutex> guard(page.lock, std::defer_lock);
   if (global_->locks) guard.lock();
-  page.shadow.visit(static_cast<u32>(offset % GlobalOrder::kPageBytes), bytes,
+  page.shadow->visit(static_cast<u32>(offset % GlobalOrder::kPageBytes), bytes,
                     touch == Touch::kWrite ? &mine : nullptr, sees_all(w), [&](Unit& unit) {
-    check(w, lane, unit, page.shadow, touch, flags, where);
+    check(w, lane, unit, *page.shadow, touch, flags, where);
   });
 }
 

@@ -9,7 +9,60 @@ namespace {
 // For sharers of memory that CTAs share, where they are seldom fewer.
 constexpr size_t kRoom = 8;
 
+// Shadows that no launch uses. Never destroyed, for threads may end later than the process's other objects.
+constexpr size_t kMostKeptBytes = size_t{64} << 20;
+struct Kept {
+  std::mutex lock;
+  std::vector<Shadow*> all;
+  size_t bytes = 0;
+};
+Kept& kept() {
+  static Kept* const out = new Kept;
+  return *out;
+}
+
 }  // namespace
+
+// Nobody waits for the lock: what has forked while another thread held it would do so for ever.
+KeptShadow take_shadow(u32 bytes, u32 warps) {
+  Kept& from = kept();
+  const std::unique_lock<std::mutex> guard(from.lock, std::try_to_lock);
+  if (guard.owns_lock())
+    for (size_t n = from.all.size(); n-- != 0;) {
+      Shadow* const found = from.all[n];
+      if (!found->fits(bytes, warps)) continue;
+      from.all.erase(from.all.begin() + static_cast<std::ptrdiff_t>(n));
+      from.bytes -= found->held_bytes();
+      found->reset(0);
+      return KeptShadow(found);
+    }
+  return KeptShadow(new Shadow(bytes, warps));
+}
+
+void GiveBack::operator()(Shadow* shadow) const {
+  Kept& to = kept();
+  const size_t bytes = shadow->held_bytes();
+  const std::unique_lock<std::mutex> guard(to.lock, std::try_to_lock);
+  if (!guard.owns_lock() || bytes > kMostKeptBytes) {
+    delete shadow;
+    return;
+  }
+  to.all.push_back(shadow);
+  to.bytes += bytes;
+  // Those go that nobody has wanted for longest.
+  size_t gone = 0;
+  for (; to.bytes > kMostKeptBytes; gone++) {
+    to.bytes -= to.all[gone]->held_bytes();
+    delete to.all[gone];
+  }
+  to.all.erase(to.all.begin(), to.all.begin() + static_cast<std::ptrdiff_t>(gone));
+}
+
+size_t Shadow::held_bytes() const {
+  return levels_.size() * (sizeof(u32) + sizeof(Unit)) + words_.capacity() * sizeof words_[0] +
+         byte_units_.capacity() * sizeof byte_units_[0] + entries_.capacity() * sizeof(Entry) +
+         lists_.capacity() * (sizeof(SharerList) + kRoom * sizeof(Sharers));
+}
 
 Shadow::Shadow(u32 bytes, u32 warps) : warps_(warps), levels_((bytes + 15) / 16) {
   // Never read before split() has cleared it.

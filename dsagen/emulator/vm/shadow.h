@@ -58,6 +58,8 @@ class Shadow {
   ~Shadow();
   Shadow(const Shadow&) = delete;
   void reset(u32 owner);
+  bool fits(u32 bytes, u32 warps) const { return levels_.size() == (bytes + 15) / 16 && warps_ == warps; }
+  size_t held_bytes() const;  // of memory, about
   // Calls each(unit) for the units of some bytes. `written`, if not null, is then their last write. Words that one warp
   // has written at one time are looked at as one where all are accessed: as long as `sees_all` says that all of that
   // warp's lanes are known, which of them wrote does not matter.
@@ -206,5 +208,12 @@ class Shadow {
   std::vector<Entry> entries_;  // of each list, a warp each
   std::vector<u32> free_lists_;
 };
+
+// A shadow goes back to those that later launches of the process take: the system would clear other memory page by page.
+struct GiveBack {
+  void operator()(Shadow* shadow) const;
+};
+using KeptShadow = std::unique_ptr<Shadow, GiveBack>;
+KeptShadow take_shadow(u32 bytes, u32 warps);  // as a new one, after a reset
 
 }  // namespace vm

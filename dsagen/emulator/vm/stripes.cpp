@@ -85,7 +85,7 @@ u32 Order::store_together(const Warp& w, u32 mask, const u64* offsets, u32 bytes
       GlobalOrder::Page& page = global_->page(region, one.granule / kGranules);
       std::unique_lock<std::mutex> guard(page.lock, std::defer_lock);
       if (global_->locks) guard.lock();
-      put = put_striped(w, page.shadow, static_cast<u32>(one.granule % kGranules), written);
+      put = put_striped(w, *page.shadow, static_cast<u32>(one.granule % kGranules), written);
     }
     if (put) done |= one.lanes;
   }
