@@ -21,20 +21,35 @@ def ptx_of(plan: KernelPlan, *, build: bool = True) -> str:
     With `build` it is built as a whole then, since others want it: of tests that run side by side, any may be first.
     """
     unit = render(plan)
-    key = f"{unit.arch}\n{find_toolchain()}\n{compile_flags(unit.arch)}\n{unit.text}"
-    folder = Path(tempfile.gettempdir()) / f"dsagen-emulator-{os.getuid()}"
-    kept = folder / f"kernel-{hashlib.sha256(key.encode()).hexdigest()[:24]}.ptx"
+    kept = _place(unit.text, unit.arch)
     if not kept.is_file():
         entry = Store.open().lookup(unit)
         if entry is None and build:
             (result,) = build_units([unit], Store.open(), find_toolchain)
             entry = result.entry
-        text = compile_ptx(unit.text, unit.arch) if entry is None else entry.read(PTX).decode()
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=kept.parent, suffix=".partial", delete=False) as file:
-            file.write(text)
-        Path(file.name).replace(kept)
+        _keep(kept, compile_ptx(unit.text, unit.arch) if entry is None else entry.read(PTX).decode())
     return kept.read_text()
+
+
+def kept_ptx(text: str, arch: str) -> str:
+    """PTX of a CUDA text, compiled unless an earlier run has."""
+    kept = _place(text, arch)
+    if not kept.is_file():
+        _keep(kept, compile_ptx(text, arch))
+    return kept.read_text()
+
+
+def _place(text: str, arch: str) -> Path:
+    key = f"{arch}\n{find_toolchain()}\n{compile_flags(arch)}\n{text}"
+    folder = Path(tempfile.gettempdir()) / f"dsagen-emulator-{os.getuid()}"
+    return folder / f"kernel-{hashlib.sha256(key.encode()).hexdigest()[:24]}.ptx"
+
+
+def _keep(kept: Path, text: str) -> None:
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=kept.parent, suffix=".partial", delete=False) as file:
+        file.write(text)
+    Path(file.name).replace(kept)
 
 
 def compile_ptx(text: str, arch: str) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+import warpgroup_attention
 from micro import kernel, launch
 from warpgroup import THREADS, Product, in_memory, inputs_of
 
@@ -117,7 +118,16 @@ def selection(name: str, races: bool, rows: int, width: int) -> Callable[[], obj
     return lambda: kernels.topk(scores, k=512)
 
 
+def by_warpgroups(races: bool) -> Callable[[], object]:
+    inputs = warpgroup_attention.inputs_of(1, 2048)
+    return lambda: warpgroup_attention.run(inputs, races=races)
+
+
+BY_WARPGROUPS = "attention of 64 heads by warpgroups"
+# Milliseconds that are asked for of its one CTA, without and with checks.
+MOST_MILLISECONDS = (25.0, 60.0)
 WHOLE: dict[str, Callable[[bool], Callable[[], object]]] = {
+    BY_WARPGROUPS: by_warpgroups,
     "attention of 16 heads": lambda races: attention("v32_h16", races),
     "attention of 128 heads": lambda races: attention("v32_h128", races),
     "a row a block": lambda races: selection("v32_topk_h128", races, 4, 20_000),
@@ -142,6 +152,8 @@ def times_as_long(of: str) -> tuple[float, float]:
 def test_checks_of_a_whole_call(of: str) -> None:
     plain, checked = times_as_long(of)
     assert checked <= MOST_TIMES * ROOM_OF_TIMES * plain
+    if of == BY_WARPGROUPS:
+        assert all(1e3 * time <= ROOM * most for time, most in zip((plain, checked), MOST_MILLISECONDS, strict=True))
 
 
 if __name__ == "__main__":
