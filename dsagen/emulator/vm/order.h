@@ -274,7 +274,7 @@ class Order {
   void check_sharers(const Warp& w, u32 lane, Unit& unit, Shadow& shadow, const char* act, const Where& where);
   void check_scopes(const Warp& w, u32 lane, Unit& unit, Shadow& shadow, u32 flags, const Where& where) const;
   void share(const Warp& w, u32 lane, Unit& unit, Shadow& shadow, Touch touch, u32 flags, const Where& where);
-  void share_beside(std::vector<Sharers>& others, const Warp& w, u32 lane, const Sharers& me) const;
+  void share_beside(SharerRow& others, const Warp& w, u32 lane, const Sharers& me) const;
   bool joins(const Warp& w, u32 lane, Sharers& other, u32 flags) const;
   bool ordered(const Warp& w, u32 lane, const Sharers& sharers, Access& culprit) const;
   u16 warpgroup_agent(u32 warp) const;

@@ -80,7 +80,7 @@ void Order::share_unit(const Warp& w, u32 lane, Unit& unit, Shadow& shadow, cons
     return;
   }
   if (now.agent != kMany) shadow.spread(unit);
-  std::vector<Sharers>& others = shadow.list_to_change(now).others;
+  SharerRow& others = shadow.list_to_change(now).others;
   const auto same = [&](const Sharers& other) {
     return other.cta == me.cta && other.agent == me.agent && other.lanes == me.lanes && other.time == me.time &&
            other.flags == me.flags;

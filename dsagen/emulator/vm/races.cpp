@@ -186,7 +186,7 @@ void Order::share(const Warp& w, u32 lane, Unit& unit, Shadow& shadow, Touch tou
   }
 }
 
-void Order::share_beside(std::vector<Sharers>& others, const Warp& w, u32 lane, const Sharers& me) const {
+void Order::share_beside(SharerRow& others, const Warp& w, u32 lane, const Sharers& me) const {
   for (Sharers& other : others)
     if (joins(w, lane, other, me.flags)) return;
   others.push_back(me);

@@ -6,9 +6,6 @@
 namespace vm {
 namespace {
 
-// For sharers of memory that CTAs share, where they are seldom fewer.
-constexpr size_t kRoom = 8;
-
 // Shadows that no launch uses. Never destroyed, for threads may end later than the process's other objects.
 constexpr size_t kMostKeptBytes = size_t{64} << 20;
 struct Kept {
@@ -61,7 +58,7 @@ void GiveBack::operator()(Shadow* shadow) const {
 size_t Shadow::held_bytes() const {
   return levels_.size() * (sizeof(u32) + sizeof(Unit)) + words_.capacity() * sizeof words_[0] +
          byte_units_.capacity() * sizeof byte_units_[0] + entries_.capacity() * sizeof(Entry) +
-         lists_.capacity() * (sizeof(SharerList) + kRoom * sizeof(Sharers));
+         lists_.capacity() * sizeof(SharerList);
 }
 
 Shadow::Shadow(u32 bytes, u32 warps) : warps_(warps), levels_((bytes + 15) / 16) {
@@ -111,9 +108,7 @@ void Shadow::spread(Unit& unit) {
     set_entry(unit.sharers, one);
     return;
   }
-  std::vector<Sharers>& others = list(unit.sharers).others;
-  others.reserve(kRoom);
-  others.push_back(one);
+  list(unit.sharers).others.push_back(one);
 }
 
 // Gives the sharers a list of their own, which is as the one that they have with others.
@@ -126,7 +121,6 @@ void Shadow::take_list(Sharers& sharers) {
     const u32 warp = static_cast<u32>(__builtin_ctz(m));
     entries_[sharers.time * warps_ + warp] = entries_[from * warps_ + warp];
   }
-  if (!old.others.empty()) mine.others.reserve(old.others.size() + kRoom);
   mine.others = old.others;
   old.units--;
 }

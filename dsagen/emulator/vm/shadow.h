@@ -41,12 +41,43 @@ struct Unit {
 };
 constexpr u16 kMany = 0xffff;
 
+// A few in place, so that there is one piece of memory to fetch; more elsewhere.
+class SharerRow {
+ public:
+  Sharers* begin() { return more_.empty() ? few_ : more_.data(); }
+  const Sharers* begin() const { return more_.empty() ? few_ : more_.data(); }
+  Sharers* end() { return begin() + count_; }
+  const Sharers* end() const { return begin() + count_; }
+  void push_back(const Sharers& one) {
+    if (count_ < kFew && more_.empty()) {
+      few_[count_++] = one;
+      return;
+    }
+    if (more_.empty()) {
+      more_.reserve(4 * kFew);
+      more_.assign(few_, few_ + count_);
+    }
+    more_.push_back(one);
+    count_++;
+  }
+  void clear() {
+    count_ = 0;
+    more_.clear();
+  }
+
+ private:
+  static constexpr u32 kFew = 2;
+  u32 count_ = 0;
+  Sharers few_[kFew];
+  std::vector<Sharers> more_;
+};
+
 // Sharers of several warps. Units that came of one by a split have one list until theirs changes.
 struct SharerList {
   u32 units = 0;
   u32 used = 0;      // of the warps of the CTA that the memory belongs to, those that have an entry; a bit each
   u32 known_by = 0;  // warps that are found to know of all entries
-  std::vector<Sharers> others;
+  SharerRow others;
 };
 
 enum class Touch : u32 { kRead, kWrite, kStrong };

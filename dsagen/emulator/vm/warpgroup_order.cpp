@@ -51,7 +51,7 @@ void Order::share_with_warpgroup(const Warp& w, Unit& unit, const Sharers& me, c
     return;
   }
   if (now.agent != kMany) shadow_->spread(unit);
-  std::vector<Sharers>& others = shadow_->list_to_change(now).others;
+  SharerRow& others = shadow_->list_to_change(now).others;
   for (Sharers& other : others)
     if (other.agent == me.agent) {
       other = me;
