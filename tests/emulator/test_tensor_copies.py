@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import numpy as np
 import pytest
 from micro import kernel, launch
 
-from dsagen.emulator import Memory
+from dsagen.emulator import Memory, coverage
 from dsagen.errors import EmulatorError
 from dsagen.tensor_map import ELEMENT_BYTES, TensorMap
 
@@ -257,6 +258,23 @@ def test_copies_that_are_refused(change: tuple[str, str], said: str) -> None:
     with pytest.raises(EmulatorError) as caught:
         launch(kernel(SETUP + text.replace(*change), 2, SHARED), addresses, memory)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("text", [
+    "cp.async.bulk.tensor.3d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes [%r1], [%d0, {0, 0, 0}], "
+    "[%r10], {%h1};",
+    "cp.async.bulk.tensor.3d.global.shared::cta.im2col_no_offs.bulk_group [%d0, {0, 0, 0}], [%r1];",
+    "cp.async.bulk.prefetch.tensor.3d.L2.global.im2col [%d0, {0, 0, 0}], {%h1};",
+    "tensormap.replace.tile.global_address.shared::cta.b1024.b64 [%r1], %d1;",
+    "tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned [%d0], [%r1], 128;",
+    "tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r1], 32;",
+], ids=lambda text: text.split()[0])  # fmt: skip
+def test_what_is_not_there_is_named(text: str) -> None:
+    """Maps are described for tiles, and are not made by kernels: who reads one would have to know of its parts."""
+    opcode = text.split()[0]
+    assert coverage(kernel(text)) == {opcode: 1}
+    with pytest.raises(EmulatorError, match=re.escape(f"{opcode}: the emulator does not have this instruction")):
+        launch(kernel(text), [0], Memory())
 
 
 def test_ranks_have_to_agree() -> None:

@@ -51,8 +51,11 @@ def _coordinates(at: Sequence[int]) -> str:
 
 def load(name: str, array: np.ndarray, tiled: Tiled, places: Sequence[tuple[int, ...]], refused: str = "") -> Case:
     """For each place: whether the box's bytes completed the phase (a word of each lane), the tile, what is behind."""
-    count = tiled.of(array, 1 << 20).box_bytes
-    size = -(-count // 128) * 128 + _BEHIND
+    tensor_map = tiled.of(array, 1 << 20)
+    count = tensor_map.box_bytes
+    # Rows that are narrower than what is swizzled may lie as far apart as that.
+    widest = count // tensor_map.row_bytes * max(tensor_map.row_bytes, tiled.swizzle_bytes)
+    size = -(-widest // 128) * 128 + _BEHIND
     fill = f"st.shared.u32 [%r2], {UNTOUCHED};"
     body = ""
     for n, at in enumerate(places):

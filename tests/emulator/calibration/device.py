@@ -30,7 +30,7 @@ from dsagen.build import Toolchain
 
 Row = dict[str, Any]
 # How long a child may take for one case, or to start. Torch alone takes some seconds.
-PATIENCE_SECONDS = 90.0
+PATIENCE_SECONDS = 120.0
 MAPS = "tensor maps"
 _ROOT = Path(__file__).parents[3]
 
