@@ -74,4 +74,7 @@ def test_a_page_offset_in_32_bits() -> None:
 def test_a_barrier_that_is_missing() -> None:
     behind = "#pragma unroll 1\n      for (u32 tile = warp; tile < span.tiles; "
     wrong = faulty(kernel(), f"      ptx::block_sync();\n{behind}", behind)
-    assert a_race(complaint(wrong), r"shared bytes \d+ to \d+")
+    found = complaint(wrong)
+    # Of two CTAs that run side by side either may be the first to fail: one overtakes keys that have never been there.
+    missing = re.search(r"read of 16 bytes at shared byte \d+, not written before", found)
+    assert a_race(found, r"shared bytes \d+ to \d+") or missing
