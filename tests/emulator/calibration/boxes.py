@@ -29,6 +29,7 @@ mad.lo.u32 %r2, %r0, 4, %r1; mov.u64 %d2, %d{at}; mad.lo.u32 %r3, %r0, 4, 0;
 add.u32 %r2, %r2, 128; add.u64 %d2, %d2, 128; add.u32 %r3, %r3, 128; bra {name}; E{name}:
 """
 _READY = "fence.proxy.async; bar.sync 0;\n"
+_MEET = "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;\n"
 
 
 def bounded_wait(name: str, parity: int, barrier: str = "%r10") -> str:
@@ -199,6 +200,30 @@ def reductions() -> list[Case]:
         values = moderate(element, 64, 44)
         name = f"tensor.reduce.{operation}.{element}"
         found.append(store(name, before, Tiled(1, element, (16, 4)), [(20, 18)], operation, values))
+    return found
+
+
+def multicasts() -> list[Case]:
+    """A box across two ends of a tensor for some CTAs of a cluster: what load() writes out, of each CTA."""
+    found = []
+    array = _numbers((40, 80))
+    for size, ranks, swizzle in ((2, 0b11, 0), (2, 0b10, 128), (4, 0b1111, 128), (4, 0b0110, 64)):
+        tiled = Tiled(0, "bfloat16", (swizzle // 2 or 32, 16), swizzle_bytes=swizzle)
+        count = tiled.of(array, 1 << 20).box_bytes
+        bytes_ = count + _BEHIND
+        body = f"mov.u32 %r11, %cluster_ctarank; mul.lo.u32 %r12, %r11, {128 + bytes_}; cvt.u64.u32 %d3, %r12;\n"
+        body += f"add.u64 %d1, %d1, %d3; mov.u16 %h1, {ranks}; mov.u32 %r13, {ranks}; shr.u32 %r13, %r13, %r11;\n"
+        body += "and.b32 %r13, %r13, 1; setp.eq.u32 %p5, %r13, 1; and.pred %p6, %p5, %p1;\n"
+        body += _BESIDE.format(name="F", at=1, bytes=bytes_, move=f"st.shared.u32 [%r2], {UNTOUCHED};") + _READY
+        body += f"@%p6 mbarrier.arrive.expect_tx.shared.b64 _, [%r10], {count};\n" + _MEET
+        body += f"setp.eq.u32 %p6, %r11, {size - 1}; and.pred %p6, %p6, %p1;\n"
+        body += "@%p6 cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        body += ".multicast::cluster [%r1], [%d0, {60, 30}], [%r10], %h1;\nmov.u32 %r6, 2; @!%p5 bra NONE;\n"
+        body += bounded_wait("W", 0) + "NONE: st.global.u32 [%d1], %r6; add.u64 %d1, %d1, 128;\n"
+        body += _BESIDE.format(name="D", at=1, bytes=bytes_, move="ld.shared.u32 %r4, [%r2]; st.global.u32 [%d2], %r4;")
+        text, shape = _text(body + _MEET, 2, bytes_), (size, 32 + bytes_ // 4)
+        name = f"tensor.multicast{size}.{ranks:b}.swizzle{swizzle}"
+        found.append(Case(name, text, (array,), shape, "u4", threads=32, grid=size, cluster=size, tiled=tiled))
     return found
 
 

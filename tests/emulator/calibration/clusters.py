@@ -176,11 +176,12 @@ def global_copies() -> list[Case]:
     """Bulk copies of one dimension into shared memory, and out of it, and reductions in global memory."""
     found = []
     for bytes_ in (16, 48, 1008):
-        body = _fill() + f"@%p1 mbarrier.arrive.expect_tx.shared.b64 _, [%r10], {bytes_};"
-        body += "@%p1 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
-        body += f" [%r8+16], [%d0+16], {bytes_}, [%r10];\n" + bounded_wait("W", 0)
-        body += "st.global.u32 [%d1], %r6; add.u64 %d1, %d1, 128;" + _dump(256)
-        found.append(_of_ctas(f"bulk.load.{bytes_}", body, 1, 9))
+        for space in ("cta", "cluster"):
+            body = _fill() + f"@%p1 mbarrier.arrive.expect_tx.shared.b64 _, [%r10], {bytes_};"
+            body += f"@%p1 cp.async.bulk.shared::{space}.global.mbarrier::complete_tx::bytes"
+            body += f" [%r8+16], [%d0+16], {bytes_}, [%r10];\n" + bounded_wait("W", 0)
+            body += "st.global.u32 [%d1], %r6; add.u64 %d1, %d1, 128;" + _dump(256)
+            found.append(_of_ctas(f"bulk.load.{space}.{bytes_}", body, 1, 9))
         body = _fill() + "@!%p1 bra DONE;"
         body += f"cp.async.bulk.global.shared::cta.bulk_group [%d1], [%r1+16], {bytes_};"
         body += "cp.async.bulk.commit_group; cp.async.bulk.wait_group 0; DONE:\n"

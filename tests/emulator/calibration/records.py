@@ -24,8 +24,8 @@ def cases() -> tuple[Case, ...]:
     groups = (
         products.layouts, products.sums, products.base_offsets, values.conversions, values.approximations,
         values.open_questions, lanes.shuffles, lanes.reductions, lanes.mbarriers, boxes.ranks, boxes.swizzles,
-        boxes.elements, boxes.reductions, clusters.addresses, clusters.arrivals, clusters.stores, clusters.multicasts,
-        clusters.global_copies,
+        boxes.elements, boxes.reductions, boxes.multicasts, clusters.addresses, clusters.arrivals, clusters.stores,
+        clusters.multicasts, clusters.global_copies,
     )  # fmt: skip
     return tuple(case for group in groups for case in group())
 
