@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from calibration.device import Outcome, record, serve
-from calibration.records import cases, packed, write
+from calibration.records import cases, disagreements, packed, write
 from dsagen.build import find_toolchain
 from dsagen.errors import EmulatorError
 
@@ -43,10 +44,17 @@ def main(device: str, out: str) -> int:
     return 0 if outcome.rows else 1
 
 
+def compare(path: str) -> int:
+    """Print what a record and the emulator say differently."""
+    found = disagreements(json.loads(Path(path).read_text()))
+    print("\n".join([*found, f"{len(found)} disagreements of {len(cases())} cases"]))
+    return 1 if found else 0
+
+
 if __name__ == "__main__":
     if len(sys.argv) != 3:
-        raise SystemExit("usage: python -m tests.emulator.calibration DEVICE_NUMBER|emulator OUT.json")
+        raise SystemExit("usage: python -m tests.emulator.calibration DEVICE_NUMBER|emulator OUT.json, or compare FILE")
     if sys.argv[1] == "--child":
         serve(sys.argv[2], sys.stdin, sys.stdout)
         sys.exit(0)
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(compare(sys.argv[2]) if sys.argv[1] == "compare" else main(*sys.argv[1:]))

@@ -124,9 +124,14 @@ def _run_child(
         begun = ""
     if why:
         child.kill()
-    code = child.wait()
-    child.stdout.close()
-    return begun, why or f"the child ended with code {code}"
+    try:
+        why = why or f"the child ended with code {child.wait(patience)}"
+        child.wait(patience)
+    except subprocess.TimeoutExpired:
+        # What a device holds up may not even be killed: it is left behind.
+        child.kill()
+        why = f"{why or 'all was said'}, and the child does not end"
+    return begun, why
 
 
 def _take(message: dict[str, Any], left: dict[str, str], outcome: Outcome) -> None:
