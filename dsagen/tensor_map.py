@@ -6,6 +6,7 @@ driver is, they hold the description itself.
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,13 @@ ELEMENT_BYTES = {
 _SWIZZLES = {0: "NONE", 32: "32B", 64: "64B", 128: "128B"}
 _PROMOTIONS = {0: "NONE", 64: "L2_64B", 128: "L2_128B", 256: "L2_256B"}
 _FILLS = {"zeros": "NONE", "nan": "NAN_REQUEST_ZERO_FMA"}
+# The driver's encoder: to a map, type, rank, address, sizes, strides, box, element strides, and four enumerations.
+_SYMBOL, _SINCE, _ALIGNMENT = b"cuTensorMapEncodeTiled", 12000, 128
+_WIDE, _NARROW = ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(ctypes.c_uint32)
+_ENCODER = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p, _WIDE, _WIDE, _NARROW, _NARROW,
+    *(ctypes.c_int,) * 4,
+)  # fmt: skip
 # struct Map of vm/tensor_map.cpp.
 _EMULATED = struct.Struct("<8sBBBBIQ5I4Q5H5B")
 _MAGIC = b"dsagenTM"
@@ -127,29 +135,37 @@ class TensorMap:
     def encode(self, cuda: Any) -> bytes:
         """128 bytes for a kernel on a device, by `cuda`, the module cuda.bindings.driver.
 
-        DeviceError where the driver refuses.
+        The driver's function is called at its address: a map of that module lies as Python's objects do, aligned to
+        less than the driver takes. DeviceError where the driver refuses, or has no such function.
         """
-        result, tensor_map = cuda.cuTensorMapEncodeTiled(
+        result, function, *_ = cuda.cuGetProcAddress(_SYMBOL, _SINCE, 0)
+        if result or not function:
+            raise DeviceError(f"the driver has no {_SYMBOL.decode()} ({result.name}): it takes one of CUDA 12 or newer")
+        memory = ctypes.create_string_buffer(MAP_BYTES + _ALIGNMENT)
+        address = -(-ctypes.addressof(memory) // _ALIGNMENT) * _ALIGNMENT
+        # Of one dimension there is no stride; the driver gets an array all the same.
+        strides = self.strides or (_UNIT,)
+        error = _ENCODER(int(function))(
+            address,
             _member(cuda, "DataType", "DATA_TYPE", self.element.upper()),
             self.rank,
             self.address,
-            [cuda.cuuint64_t(size) for size in self.sizes],
-            # Of one dimension there is none; an array is passed all the same, for an empty one would be a null pointer.
-            [cuda.cuuint64_t(stride) for stride in self.strides or (_UNIT,)],
-            [cuda.cuuint32_t(extent) for extent in self.box],
-            [cuda.cuuint32_t(step) for step in self.steps],
+            (ctypes.c_uint64 * self.rank)(*self.sizes),
+            (ctypes.c_uint64 * len(strides))(*strides),
+            (ctypes.c_uint32 * self.rank)(*self.box),
+            (ctypes.c_uint32 * self.rank)(*self.steps),
             _member(cuda, "Interleave", "INTERLEAVE", "NONE"),
             _member(cuda, "Swizzle", "SWIZZLE", _SWIZZLES[self.swizzle_bytes]),
             _member(cuda, "L2promotion", "L2_PROMOTION", _PROMOTIONS[self.promotion_bytes]),
             _member(cuda, "FloatOOBfill", "FLOAT_OOB_FILL", _FILLS[self.fill]),
         )
-        if result:
-            raise DeviceError(f"cuTensorMapEncodeTiled: {result.name} for {self}")
-        return struct.pack("<16Q", *(int(word) for word in tensor_map.opaque))
+        if error:
+            raise DeviceError(f"{_SYMBOL.decode()}: {cuda.CUresult(error).name} for {self}")
+        return ctypes.string_at(address, MAP_BYTES)
 
 
-def _member(cuda: Any, enum: str, prefix: str, name: str) -> Any:
-    return getattr(getattr(cuda, f"CUtensorMap{enum}"), f"CU_TENSOR_MAP_{prefix}_{name}")
+def _member(cuda: Any, enum: str, prefix: str, name: str) -> int:
+    return int(getattr(getattr(cuda, f"CUtensorMap{enum}"), f"CU_TENSOR_MAP_{prefix}_{name}"))
 
 
 def _padded(values: list[int] | tuple[int, ...], count: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from dsagen.errors import DeviceError, EmulatorError, GuardError
-from dsagen.tensor_map import ELEMENT_BYTES, MAP_BYTES, TensorMap
+from dsagen.tensor_map import _ENCODER, ELEMENT_BYTES, MAP_BYTES, TensorMap
 
 GOOD = TensorMap("bfloat16", 1 << 20, (100, 60, 7), (256, 1 << 14), (64, 8, 2), swizzle_bytes=128)
 
@@ -64,23 +65,34 @@ def test_the_emulator_tells_maps_apart() -> None:
 
 
 class FakeDriver:
-    """What cuda.bindings.driver has for tensor maps; enumeration members are their names."""
+    """What cuda.bindings.driver has for tensor maps; members of enumerations are numbered over all of them."""
 
-    cuuint64_t = staticmethod(lambda value: ("u64", value))
-    cuuint32_t = staticmethod(lambda value: ("u32", value))
-
-    def __init__(self, result: object = None) -> None:
+    def __init__(self, error: int = 0, missing: bool = False) -> None:
         self.calls: list[tuple[object, ...]] = []
-        self._result = result
+        self._error, self._missing = error, missing
+        self._function = _ENCODER(self._encode)
 
     def __getattr__(self, name: str) -> object:
         if not name.startswith("CUtensorMap"):
             raise AttributeError(name)
-        return SimpleNamespace(**{member: f"{name}.{member}" for member in ENUMS[name]})
+        return SimpleNamespace(**{member: MEMBERS.index(member) for member in ENUMS[name]})
 
-    def cuTensorMapEncodeTiled(self, *arguments: object) -> tuple[object, object]:
-        self.calls.append(arguments)
-        return self._result, SimpleNamespace(opaque=[1 << 63, *range(15)])
+    def cuGetProcAddress(self, symbol: bytes, version: int, flags: int) -> tuple[object, int, object]:
+        assert (symbol, version, flags) == (b"cuTensorMapEncodeTiled", 12000, 0)
+        result = SimpleNamespace(name="CUDA_ERROR_NOT_FOUND") if self._missing else None
+        return result, ctypes.cast(self._function, ctypes.c_void_p).value or 0, None
+
+    @staticmethod
+    def CUresult(code: int) -> object:
+        return SimpleNamespace(name=f"ERROR_{code}")
+
+    def _encode(self, to: int, kind: int, rank: int, address: int, *rest: Any) -> int:
+        assert to % 128 == 0
+        counts = (rank, max(rank - 1, 1), rank, rank)
+        arrays = [list(pointer[:count]) for pointer, count in zip(rest, counts, strict=False)]
+        self.calls.append((MEMBERS[kind], rank, address, *arrays, *(MEMBERS[n] for n in rest[4:])))
+        ctypes.memmove(to, bytes(range(MAP_BYTES)), MAP_BYTES)
+        return self._error
 
 
 ENUMS = {
@@ -92,24 +104,30 @@ ENUMS = {
 }
 
 
+MEMBERS = [member for members in ENUMS.values() for member in members]
+
+
 def test_what_the_driver_is_given() -> None:
     driver = FakeDriver()
     found = replace(GOOD, promotion_bytes=256, fill="nan", element_strides=(1, 2, 1)).encode(driver)
-    assert (len(found), found[:8], found[8:24]) == (MAP_BYTES, b"\0" * 7 + b"\x80", b"\0" * 8 + b"\1" + b"\0" * 7)
-    u32, u64 = driver.cuuint32_t, driver.cuuint64_t
+    assert found == bytes(range(MAP_BYTES))
     assert driver.calls == [(
-        "CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16", 3, 1 << 20, [u64(100), u64(60), u64(7)],
-        [u64(256), u64(1 << 14)], [u32(64), u32(8), u32(2)], [u32(1), u32(2), u32(1)],
-        "CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE", "CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B",
-        "CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B",
-        "CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NAN_REQUEST_ZERO_FMA",
+        "CU_TENSOR_MAP_DATA_TYPE_BFLOAT16", 3, 1 << 20, [100, 60, 7], [256, 1 << 14], [64, 8, 2], [1, 2, 1],
+        "CU_TENSOR_MAP_INTERLEAVE_NONE", "CU_TENSOR_MAP_SWIZZLE_128B", "CU_TENSOR_MAP_L2_PROMOTION_L2_256B",
+        "CU_TENSOR_MAP_FLOAT_OOB_FILL_NAN_REQUEST_ZERO_FMA",
     )]  # fmt: skip
+
+
+def test_the_largest_sizes_reach_the_driver() -> None:
+    driver = FakeDriver()
+    TensorMap("uint8", (1 << 63) + 16, (1 << 32, 2), ((1 << 40) - 16,), (256, 1)).encode(driver)
+    assert driver.calls[0][2:5] == ((1 << 63) + 16, [1 << 32, 2], [(1 << 40) - 16])
 
 
 def test_a_tensor_of_one_dimension_has_an_array_of_strides() -> None:
     driver = FakeDriver()
     TensorMap("uint8", 1 << 20, (100,), (), (32,)).encode(driver)
-    assert driver.calls[0][3:5] == ([driver.cuuint64_t(100)], [driver.cuuint64_t(16)])
+    assert driver.calls[0][3:5] == ([100], [16])
 
 
 def test_the_names_are_the_drivers() -> None:
@@ -122,5 +140,7 @@ def test_the_names_are_the_drivers() -> None:
 
 
 def test_a_refusal_of_the_driver() -> None:
-    with pytest.raises(DeviceError, match=r"cuTensorMapEncodeTiled: CUDA_ERROR_INVALID_VALUE for TensorMap\(element="):
-        GOOD.encode(FakeDriver(SimpleNamespace(name="CUDA_ERROR_INVALID_VALUE")))
+    with pytest.raises(DeviceError, match=r"cuTensorMapEncodeTiled: ERROR_1 for TensorMap\(element="):
+        GOOD.encode(FakeDriver(1))
+    with pytest.raises(DeviceError, match=r"the driver has no cuTensorMapEncodeTiled \(CUDA_ERROR_NOT_FOUND\)"):
+        GOOD.encode(FakeDriver(missing=True))
