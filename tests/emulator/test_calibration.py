@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from calibration import boxes, maps
+from calibration import boxes, device, maps
 from calibration.__main__ import compare, main
 from calibration.boxes import TRIES, UNTOUCHED
 from calibration.case import Case
@@ -213,6 +213,16 @@ def test_children_that_never_begin_are_given_up() -> None:
     outcome = Outcome()
     run_in_children([sys.executable, "-c", "raise SystemExit('no driver')"], {"a": "", "b": ""}, outcome)
     assert outcome.failed == dict.fromkeys("ab", "not begun: the child ended with code 1: no driver")
+
+
+def test_children_are_not_started_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "MOST_CHILDREN", 2)
+    outcome = Outcome()
+    run_in_children(
+        [sys.executable, "-c", CHILD.replace("dies", "d")], dict.fromkeys(["d", "a", "faults", "b"], ""), outcome
+    )
+    assert set(outcome.rows) == {"a"}
+    assert outcome.failed["b"] == "not begun: 2 children have ended on the way"
 
 
 def test_a_child_that_says_nothing_is_ended() -> None:

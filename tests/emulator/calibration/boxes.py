@@ -33,10 +33,11 @@ _MEET = "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.al
 
 
 def bounded_wait(name: str, parity: int, barrier: str = "%r10") -> str:
-    """Sets %r6 to whether the phase came to its end."""
+    """Sets %r6 to whether the phase came to its end. Lanes may leave the loop apart, and meet behind it."""
     return (
         f"mov.u32 %r5, 0;\n{name}: mbarrier.test_wait.parity.shared.b64 %p3, [{barrier}], {parity}; @%p3 bra E{name}; "
-        f"add.u32 %r5, %r5, 1; setp.lt.u32 %p4, %r5, {TRIES}; @%p4 bra {name};\nE{name}: selp.u32 %r6, 1, 0, %p3;\n"
+        f"add.u32 %r5, %r5, 1; setp.lt.u32 %p4, %r5, {TRIES}; @%p4 bra {name};\nE{name}: bar.warp.sync -1; "
+        "selp.u32 %r6, 1, 0, %p3;\n"
     )
 
 

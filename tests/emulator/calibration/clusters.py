@@ -184,7 +184,7 @@ def global_copies() -> list[Case]:
             found.append(_of_ctas(f"bulk.load.{space}.{bytes_}", body, 1, 9))
         body = _fill() + "@!%p1 bra DONE;"
         body += f"cp.async.bulk.global.shared::cta.bulk_group [%d1], [%r1+16], {bytes_};"
-        body += "cp.async.bulk.commit_group; cp.async.bulk.wait_group 0; DONE:\n"
+        body += "cp.async.bulk.commit_group; cp.async.bulk.wait_group 0; DONE: bar.warp.sync -1;\n"
         found.append(_of_ctas(f"bulk.store.{bytes_}", body, 1, 9))
     for operation, kind, element in _GLOBAL:
         size = 8 if element == "float64" else moderate(element, 4, 0).dtype.itemsize
@@ -195,7 +195,7 @@ def global_copies() -> list[Case]:
             before, values = (moderate(element, 1024 // size, seed) for seed in (54, 55))
         body = _fill() + "@!%p1 bra DONE;"
         body += f"cp.reduce.async.bulk.global.shared::cta.bulk_group.{operation}.{kind} [%d1], [%r1], 1008;"
-        body += "cp.async.bulk.commit_group; cp.async.bulk.wait_group 0; DONE:\n"
+        body += "cp.async.bulk.commit_group; cp.async.bulk.wait_group 0; DONE: bar.warp.sync -1;\n"
         text = kernel(_SETUP.replace("ROWS", "256").replace("COUNT", "1") + body + _MEET, 2, _SHARED)
         name, dtype = f"bulk.reduce.{operation}.{kind}", before.dtype.str[1:]
         found.append(Case(name, text, (values,), before.shape, dtype, threads=32, before=before))

@@ -31,6 +31,8 @@ from dsagen.build import Toolchain
 Row = dict[str, Any]
 # How long a child may take for one case, or to start. Torch alone takes some seconds.
 PATIENCE_SECONDS = 120.0
+# Each start of one takes some seconds of a device that others may wait for.
+MOST_CHILDREN = 40
 MAPS = "tensor maps"
 _ROOT = Path(__file__).parents[3]
 
@@ -83,7 +85,9 @@ def run_in_children(
     """Have children that the command starts do all tasks (a case's name, its cubin), whatever becomes of them."""
     left = dict(tasks)
     fruitless = 0
-    while left:
+    for _ in range(MOST_CHILDREN):
+        if not left:
+            return
         before = len(left)
         with tempfile.TemporaryFile("w+") as errors:
             begun, why = _run_child(command, left, outcome, errors, patience)
@@ -97,6 +101,7 @@ def run_in_children(
             # Two children in turn that did not come to any case: no other would.
             outcome.failed |= dict.fromkeys(left, f"not begun: {why}: {words}")
             return
+    outcome.failed |= dict.fromkeys(left, f"not begun: {MOST_CHILDREN} children have ended on the way")
 
 
 def _run_child(
