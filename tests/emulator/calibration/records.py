@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from calibration import boxes, clusters, lanes, products, values
+from calibration import boxes, clusters, lanes, products, values, warp_products
 from calibration.case import Case
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -22,10 +22,10 @@ GOLDEN = Path(__file__).parent / "golden"
 def cases() -> tuple[Case, ...]:
     """Every micro-kernel."""
     groups = (
-        products.layouts, products.sums, products.base_offsets, values.conversions, values.approximations,
-        values.open_questions, lanes.shuffles, lanes.reductions, lanes.mbarriers, boxes.ranks, boxes.swizzles,
-        boxes.elements, boxes.reductions, boxes.multicasts, clusters.addresses, clusters.arrivals, clusters.stores,
-        clusters.multicasts, clusters.global_copies,
+        products.layouts, products.sums, products.base_offsets, warp_products.sums, warp_products.matrices,
+        values.conversions, values.approximations, values.open_questions, lanes.shuffles, lanes.reductions,
+        lanes.mbarriers, boxes.ranks, boxes.swizzles, boxes.elements, boxes.reductions, boxes.multicasts,
+        clusters.addresses, clusters.arrivals, clusters.stores, clusters.multicasts, clusters.global_copies,
     )  # fmt: skip
     return tuple(case for group in groups for case in group())
 
