@@ -68,11 +68,11 @@ def test_one_op_of_several_keeps_what_it_reads() -> None:
         (YAML + "index: {dim: 96}\n", "f.yaml:5: index.dim = 96: is not allowed: must be 32, 64 or 128"),
         (
             YAML + "index: {keys: fp9}\n",
-            "f.yaml:5: index.keys = 'fp9': is no index-key format (did you mean fp8?): allowed are fp8",
+            "f.yaml:5: index.keys = 'fp9': is no index-key format (did you mean fp8?): allowed are fp8, mxfp8, mxfp4",
         ),
         (
             YAML.replace("v32", "v41"),
-            "f.yaml: index.keys: is missing: model v41 has none, for example fp8",
+            "f.yaml: index.keys: is missing: model v41 has none, for example fp8 or mxfp8 or mxfp4",
         ),
         (
             YAML.replace("indexer_logits", "topk") + "index: {heads: 64}\n",
@@ -96,6 +96,38 @@ def test_bytes_of_the_fp8_format() -> None:
     assert (record.value_byte(128, 3, 5), record.scale_byte(128, 64, 3)) == (389, 8204)
     with pytest.raises(SpecError, match=r"^unknown index-key format 'fp' \(did you mean fp8\?\): known are fp8"):
         index_format("fp")
+
+
+@pytest.mark.parametrize(("name", "record_bytes"), [("mxfp8", 132), ("mxfp4", 68)])
+def test_bytes_of_the_block_scaled_formats(name: str, record_bytes: int) -> None:
+    record = index_format(name)
+    assert record.is_block_scaled and record.record_bytes(128) == record_bytes
+    codes = record_bytes - 4
+    assert (record.value_byte(128, 3, 5), record.value_shift(5)) == ((389, 0) if codes == 128 else (194, 4))
+    assert [record.scale_byte(128, 64, 3, g) for g in range(4)] == [64 * codes + 12 + g for g in range(4)]
+    assert [record.scale_count(dim) for dim in DIMS] == [1, 2, 4]
+    # A word of scales is four bytes at any width.
+    assert [record.record_bytes(dim) for dim in DIMS] == [codes * dim // 128 + 4 for dim in DIMS]
+
+
+@pytest.mark.parametrize(("name", "vectors"), [("mxfp8", "index_fp8_mx"), ("mxfp4", "index_mxfp4_sept")])
+def test_the_reference_reads_golden_block_scaled_keys(name: str, vectors: str) -> None:
+    record = index_format(name)
+    with np.load(VECTORS / f"{vectors}.npz") as data:
+        pool, want, page_size = torch.from_numpy(data["pool"]), data["dequant_f32"], int(data["page_size"])
+        stride = int(data["page_stride_bytes"])
+    cache = pool.as_strided(
+        (len(pool), page_size, 1, record.record_bytes(128)), (stride, record.record_bytes(128), 1, 1)
+    )
+    place = torch.arange(page_size)
+    found, factors = read_keys(record, cache, 128, torch.zeros_like(place), place)
+    assert torch.equal(found, torch.from_numpy(want[0]).double()) and bool((factors == 1).all())
+    # The record's own arithmetic names the same bytes.
+    for offset, dim in ((0, 0), (5, 77), (63, 127)):
+        code = int(pool[0, record.value_byte(128, offset, dim)]) >> record.value_shift(dim)
+        scale = int(pool[0, record.scale_byte(128, page_size, offset, dim // 32)])
+        value = record.values.decode(code & (1 << record.values.bits) - 1) * record.scale.decode(scale)
+        assert value == float(want[0, offset, dim])
 
 
 def test_the_reference_reads_and_scores_golden_data() -> None:

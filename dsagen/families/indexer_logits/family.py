@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from dsagen.arch import Arch
 from dsagen.arch import arch as arch_row
 from dsagen.families.indexer_logits.geometry import (
+    KEYS_CPP,
     MOST_HEADS,
     REGISTERS,
     SCORE_CPP,
@@ -47,6 +48,9 @@ class IndexerLogits:
     def expand(self, spec: DeploymentSpec, arch: Arch) -> tuple[Cell, ...]:
         """The one kernel that scores keys of the spec's index format, for any number of heads and tokens."""
         assert spec.index is not None and spec.scores is not None, "a spec with the op has an index and a score dtype"
+        if spec.index.keys not in KEYS_CPP:
+            why = f"index.keys = {spec.index.keys}: no kernel reads such keys yet: {', '.join(KEYS_CPP)} is built"
+            return (Cell(NAME, "main", arch.name, None, why),)
         axes: tuple[tuple[str, str | int], ...] = (
             ("keys", spec.index.keys),  # how codes become operands
             ("dim", spec.index.dim),  # steps of a product, registers, shared memory
@@ -95,7 +99,7 @@ def plan_main(variant: Variant, geometry: Geometry | None = None) -> KernelPlan:
             ("kQueryPitchBytes", g.query_pitch_bytes),
         ),
         types=(
-            TypeAlias("Keys", "kv::E4m3Halves", "prims/kv/e4m3_halves.cuh"),
+            TypeAlias("Keys", *KEYS_CPP[str(variant.axis("keys"))]),
             TypeAlias("Score", SCORE_CPP[str(variant.axis("score"))], "indexer_logits/store.cuh"),
             TypeAlias("Body", body, "indexer_logits/mma_sync.cuh"),
         ),

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from dsagen.arch import SMEM_RESERVED_PER_BLOCK_BYTES, Arch
 from dsagen.plan import SmemField, lay_out_smem
 
+# How a body reads the codes of a format: the class and its header.
+KEYS_CPP: Mapping[str, tuple[str, str]] = {"fp8": ("kv::E4m3Halves", "prims/kv/e4m3_halves.cuh")}
 SCORE_CPP: Mapping[str, str] = {"fp32": "indexer_logits::Fp32Score", "bf16": "indexer_logits::Bf16Score"}
 DIMS = (32, 64, 128)
 MOST_HEADS = 128

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsagen.index_format import IndexFormat
+from dsagen.dtype import ElementType
+from dsagen.index_format import SCALE_WORD_BYTES, IndexFormat
 
 
 def limits_reference(context_lens: Tensor, batch: int, next_n: int, most_keys: int) -> Tensor:
@@ -24,16 +25,42 @@ def limits_reference(context_lens: Tensor, batch: int, next_n: int, most_keys: i
 
 
 def read_keys(record: IndexFormat, pool: Tensor, dim: int, pages: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """(values fp64 [n, dim], scales fp64 [n]) of tokens by int64 page and offset in [pages, page_size, 1, bytes]."""
+    """(operands fp64 [n, dim], factors fp64 [n]) of tokens by int64 page and offset in [pages, page_size, 1, bytes].
+
+    Scales of blocks are in the operands, as `scaled_values` has them; a scale of the whole token is its factor.
+    """
     page_size = pool.shape[1]
     flat = torch.empty(0, dtype=torch.uint8, device=pool.device).set_(pool.untyped_storage())
     stride = pool.stride(0) * pool.element_size()
     start: Tensor = pages * stride + int(pool.storage_offset()) * pool.element_size()
-    value_at = start + offsets * record.value_byte(dim, 1, 0)
-    scale_at = start + record.scale_byte(dim, page_size, 0) + offsets * record.scale.bytes_per_element
-    codes = flat[value_at.unsqueeze(1) + torch.arange(dim, device=pool.device)]
-    words = flat[scale_at.unsqueeze(1) + torch.arange(4, device=pool.device)].contiguous()
-    return codes.view(torch.float8_e4m3fn).double(), words.view(torch.float32).double().squeeze(1)
+    value_at = start + offsets * record.code_bytes(dim)
+    scale_at = start + record.scale_byte(dim, page_size, 0) + offsets * SCALE_WORD_BYTES
+    codes = flat[value_at.unsqueeze(1) + torch.arange(record.code_bytes(dim), device=pool.device)]
+    words = flat[scale_at.unsqueeze(1) + torch.arange(SCALE_WORD_BYTES, device=pool.device)]
+    if record.is_block_scaled:
+        return scaled_values(record, codes, words), torch.ones_like(scale_at, dtype=torch.float64)
+    return _decoded(record.values, codes), words.contiguous().view(torch.float32).double().squeeze(1)
+
+
+def scaled_values(record: IndexFormat, codes: Tensor, words: Tensor) -> Tensor:
+    """fp64 [..., dim] values of a block-scaled format times their scales, each rounded as a bf16.
+
+    codes are bytes [..., bytes of dim codes], words bytes [..., 4]. The rounding changes nothing that a bf16's exponent
+    reaches, such as every value with a scale byte of 10 to 245.
+    """
+    values = _decoded(record.values, codes)
+    assert record.dims_per_scale is not None
+    scales = _decoded(record.scale, words).repeat_interleave(record.dims_per_scale, -1)[..., : values.shape[-1]]
+    return (values * scales).to(torch.bfloat16).double()
+
+
+def _decoded(element: ElementType, codes: Tensor) -> Tensor:
+    """fp64 values of the codes in bytes [..., n], of two in a byte the low one first."""
+    table = torch.tensor([element.decode(code) for code in range(1 << element.bits)], dtype=torch.float64)
+    numbers = codes.view(torch.uint8).long()
+    if element.bits == 4:
+        numbers = torch.stack((numbers & 15, numbers >> 4), -1).flatten(-2)
+    return table.to(codes.device)[numbers]
 
 
 def logits_reference(
