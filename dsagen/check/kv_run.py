@@ -11,19 +11,27 @@ import torch
 from torch import Tensor
 
 from dsagen.check.cache import allocate_cache
-from dsagen.check.kv_cases import REPEATS, Action, Contents, KvCase, Probe
+from dsagen.check.cache_inputs import (
+    DTYPES,
+    GAP,
+    PoolShape,
+    copy_of,
+    make_rows,
+    make_slots,
+    make_table,
+    randomise,
+    require_equal_bytes,
+    whole,
+)
+from dsagen.check.kv_cases import REPEATS, Action, KvCase, Probe
 from dsagen.check.probes import NotRunError, WrongResultError
 from dsagen.families.kv_cache.geometry import other_layout
 from dsagen.families.kv_cache.reference import convert_reference, read_reference, table_slots, write_reference
 from dsagen.kv_format import KvFormat
 from dsagen.spec import DeploymentSpec
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _POISON = -7.0
-_GAP = 24  # elements behind each row
 _REPLAYS = 3
-# Requests of a block table, and columns that it has at the least.
-_REQUESTS, _SPARE_COLUMNS = 7, 2
 
 Caches = dict[str, Tensor]
 
@@ -50,7 +58,7 @@ class KvCall:
         """Take another's contents, in place."""
         for mine, theirs in ((self.caches, other.caches), (self.inputs, other.inputs)):
             for name, tensor in mine.items():
-                _flat(tensor).copy_(_flat(theirs[name]))
+                whole(tensor).copy_(whole(theirs[name]))
 
 
 @dataclass(frozen=True)
@@ -71,7 +79,7 @@ class KvRun:
         times = REPEATS if self.case.probe is Probe.REPEATED else 1
         for _ in range(times):
             call = self.make_call(kernels.spec)
-            before = _copied(call.caches)
+            before = copies_of(call.caches)
             self.compare(kernels.spec, call, before, self.call(kernels, call))
 
     def record(self, spec: DeploymentSpec) -> KvFormat:
@@ -89,24 +97,25 @@ class KvRun:
         match case.action:
             case Action.WRITE:
                 assert spec.kv_write is not None
-                inputs = {"rows": make_rows(case, record, _DTYPES[spec.kv_write.rows], generator)}
-                inputs["slots"] = make_slots(case, case.pages * case.page_size, generator, distinct=True)
+                dtype = DTYPES[spec.kv_write.rows]
+                inputs = {"rows": make_rows(case.rows, record.d_qk, case.contents, dtype, generator)}
+                inputs["slots"] = self._slots(case.pages * case.page_size, generator, distinct=True)
             case Action.READ:
-                inputs = {"slots": make_slots(case, case.pages * case.page_size, generator, distinct=False)}
+                inputs = {"slots": self._slots(case.pages * case.page_size, generator, distinct=False)}
             case Action.TABLE:
-                inputs = make_table(case, generator)
+                inputs = make_table(case.rows, PoolShape(case.pages, case.page_size), generator)
             case Action.CONVERT:
                 other = other_layout(record)
                 assert other is not None, "a case converts where there are two layouts"
                 (source,) = allocate_cache(other, case.pages + 3, case.page_size + 1, self.device, 32).values()
-                _randomise(source, generator)
+                randomise(source, generator)
                 inputs = {"source": source}
                 tokens = (source.shape[0] * source.shape[1], case.pages * case.page_size)
                 for name, count in zip(("source_slots", "target_slots"), tokens, strict=True):
-                    inputs[name] = make_slots(case, count, generator, distinct=True)
+                    inputs[name] = self._slots(count, generator, distinct=True)
         if case.action in (Action.READ, Action.TABLE):
             for pool in caches.values():
-                _randomise(pool, generator)
+                randomise(pool, generator)
         return KvCall(caches, inputs)
 
     def call(self, kernels: CacheKernels, call: KvCall, out: Tensor | None = None) -> Tensor | None:
@@ -129,7 +138,7 @@ class KvRun:
                 kernels.kv_convert(inputs.pop("source"), values, **inputs, **options)
                 return None
         if out is None:
-            out = torch.full((case.rows, record.d_qk + _GAP), _POISON, dtype=torch.bfloat16, device=self.device)
+            out = torch.full((case.rows, record.d_qk + GAP), _POISON, dtype=torch.bfloat16, device=self.device)
         if case.action is Action.TABLE:
             options["rows"] = case.rows
         found = kernels.kv_read(values, out=out[:, : record.d_qk], **inputs, **options)
@@ -152,14 +161,17 @@ class KvRun:
                 source = {"k_cache": inputs["source"]}
                 convert_reference(other, source, record, before, inputs["source_slots"], inputs["target_slots"])
             for name, pool in call.caches.items():
-                _require_equal_bytes(name, pool, before[name])
+                require_equal_bytes(name, pool, before[name])
             return
         slots = inputs["slots"] if self.case.action is Action.READ else self._table_slots(inputs)
         wanted = torch.full_like(out, _POISON)
         wanted[:, : record.d_qk] = read_reference(record, call.caches, slots)
         _require_equal_rows(out, wanted)
         for name, pool in call.caches.items():
-            _require_equal_bytes(name, pool, before[name])
+            require_equal_bytes(name, pool, before[name])
+
+    def _slots(self, tokens: int, generator: torch.Generator, *, distinct: bool) -> Tensor:
+        return make_slots(self.case.rows, tokens, generator, distinct=distinct, wide=self.case.wide_slots)
 
     def _table_slots(self, inputs: dict[str, Tensor]) -> Tensor:
         table, starts, first = (inputs[name] for name in ("block_table", "row_starts", "token_starts"))
@@ -179,7 +191,7 @@ class KvRun:
             self.call(kernels, call, out)
         for replay in range(_REPLAYS):
             call.copy_from(self.make_call(kernels.spec, variation=replay))
-            before = _copied(call.caches)
+            before = copies_of(call.caches)
             if out is not None:
                 out.fill_(_POISON)
             graph.replay()
@@ -187,91 +199,9 @@ class KvRun:
             self.compare(kernels.spec, call, before, out)
 
 
-def make_rows(case: KvCase, record: KvFormat, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """[rows, d_qk + gap], the gap NaN."""
-    device = generator.device
-    shape = (case.rows, record.d_qk)
-
-    def integers(low: int, high: int, *size: int) -> Tensor:
-        return torch.randint(low, high, size or shape, device=device, generator=generator)
-
-    x = torch.randn(shape, device=device, generator=generator)
-    match case.contents:
-        case Contents.MAGNITUDES:
-            exponents = integers(-30, 12, case.rows, record.d_qk // 16).float()
-            x = x * exponents.exp2().repeat_interleave(16, 1)
-            x[::7] *= 2.0**-120
-        case Contents.ZEROS:
-            x = torch.where(integers(0, 2) == 0, 0.0, -0.0)
-            x[::3] += integers(-1, 2, len(x[::3]), record.d_qk) * 1e-6
-        case Contents.TIES:
-            x = integers(-26, 27) / 4.0
-        case Contents.LARGE:
-            x = x * (torch.finfo(dtype).max / 8)
-        case Contents.SPECIAL:
-            specials = torch.tensor([torch.nan, torch.inf, -torch.inf], device=device)
-            x = torch.where(integers(0, 300) == 0, specials[integers(0, 3)], x)
-        case Contents.NORMAL:
-            pass
-    rows = torch.full((case.rows, record.d_qk + _GAP), torch.nan, dtype=dtype, device=device)
-    rows[:, : record.d_qk] = x.to(dtype)
-    return rows
-
-
-def make_slots(case: KvCase, tokens: int, generator: torch.Generator, *, distinct: bool) -> Tensor:
-    """[rows] slots: some negative, some at or past the pool; the others distinct where they are written."""
-    device, rows = generator.device, case.rows
-    if distinct:
-        drawn = torch.randperm(max(tokens, rows), device=device, generator=generator)[:rows]
-    else:
-        drawn = torch.randint(0, tokens, (rows,), device=device, generator=generator)
-    if rows > 4:
-        drawn[torch.randint(0, rows, (rows // 5,), device=device, generator=generator)] = -1
-        drawn[0], drawn[1] = tokens, 2**40 if case.wide_slots else 2**31 - 1
-        drawn[2] = -(2**50) if case.wide_slots else -(2**31)
-    return drawn if case.wide_slots else drawn.to(torch.int32)
-
-
-def make_table(case: KvCase, generator: torch.Generator) -> dict[str, Tensor]:
-    """A block table of requests of uneven length, some empty; pages given back, and positions past a table's end."""
-    device = generator.device
-    cuts = torch.randint(0, case.rows + 1, (_REQUESTS - 1,), device=device, generator=generator).sort().values
-    ends = torch.tensor([min(1, case.rows - 1), case.rows], device=device)
-    starts = torch.cat((ends[:1], cuts.clamp(min=int(ends[0])), ends[1:])).to(torch.int32)
-    first = torch.randint(-1, 3 * case.page_size, (_REQUESTS,), device=device, generator=generator, dtype=torch.int32)
-    # Half of what the longest possible request needs, whatever is drawn: a captured call has one shape.
-    shape = (_REQUESTS, case.rows // case.page_size // 2 + _SPARE_COLUMNS)
-    table = torch.randint(-1, case.pages + 1, shape, device=device, generator=generator, dtype=torch.int32)
-    return {"block_table": table, "row_starts": starts, "token_starts": first}
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """A tensor's elements, of a pool all bytes of its storage."""
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-
-
-def _randomise(pool: Tensor, generator: torch.Generator) -> None:
-    _flat(pool).random_(generator=generator)
-
-
-def _copied(caches: Caches) -> Caches:
-    """The same pools over storages of their own, padding included."""
-    return {
-        name: _flat(pool).clone().view(pool.dtype).as_strided(pool.shape, pool.stride(), pool.storage_offset())
-        for name, pool in caches.items()
-    }
-
-
-def _require_equal_bytes(name: str, found: Tensor, wanted: Tensor) -> None:
-    different = _flat(found) != _flat(wanted)
-    count = int(different.sum())
-    if count:
-        at = int(different.nonzero()[0])
-        page, byte = divmod(at, found.stride(0) * found.element_size())
-        raise WrongResultError(
-            f"{name}: byte {byte} of page {page} is {int(_flat(found)[at]):#04x}, expected "
-            f"{int(_flat(wanted)[at]):#04x}; {count} bytes differ"
-        )
+def copies_of(caches: Caches) -> Caches:
+    """The same pools over storages of their own."""
+    return {name: copy_of(pool) for name, pool in caches.items()}
 
 
 def _require_equal_rows(found: Tensor, wanted: Tensor) -> None:
