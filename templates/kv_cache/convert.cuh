@@ -1,6 +1,6 @@
 // Tokens from one layout of a format to the other, a warp a token: the same bytes at other places, 16 at a time.
 #pragma once
-#include "kv_cache/place.cuh"
+#include "prims/kv/place.cuh"
 #include "prims/ptx/global.cuh"
 #include "prims/ptx/thread.cuh"
 

@@ -2,7 +2,7 @@
 // bf16. Which slot a row means comes from a list, or from a block table and where each request's rows begin. A row without a
 // slot in the pool is zeros, and nothing is read for it.
 #pragma once
-#include "kv_cache/place.cuh"
+#include "prims/kv/place.cuh"
 #include "prims/kv/codes.cuh"
 #include "prims/kv/scales.cuh"
 #include "prims/ptx/arithmetic.cuh"

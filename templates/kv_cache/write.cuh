@@ -6,8 +6,8 @@
 // Rotary dims with a segment of their own are copied, two a lane. Nothing but the segments of named slots is written, and
 // a row whose slot the pool does not have is not read either.
 #pragma once
-#include "kv_cache/place.cuh"
-#include "kv_cache/rule.cuh"
+#include "prims/kv/place.cuh"
+#include "prims/kv/write_rule.cuh"
 #include "prims/kv/codes.cuh"
 #include "prims/kv/scales.cuh"
 #include "prims/ptx/global.cuh"

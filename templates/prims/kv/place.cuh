@@ -1,4 +1,5 @@
-// From slots to bytes: which token a row means, and where a segment of that token lies.
+// From slots to bytes: which token a row means, and where a segment of that token lies. The namespace is that of the family
+// which had it first: its evidence is keyed by the text.
 #pragma once
 #include "prims/tile/rows.cuh"
 #include "prims/types.cuh"
