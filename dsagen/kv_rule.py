@@ -6,7 +6,7 @@ largest number of the values' type (448 for e4m3, 6 for e2m1).
     quotient  t = amax / most, or amax * fp32(1 / most)
     floor     of amax before it, of t after it, or none
     scale     t itself, the least power of two at or above it, or t rounded to e4m3
-    code      x / scale, or x * fp32(1 / scale), to the nearest code, ties to even, saturating
+    code      x / scale, or x * fp32(1 / scale), to the nearest code, ties to even or down, saturating
 
 Writers differ in each of these, and a reader cannot tell: a rule is declared, like the format.
 """
@@ -23,7 +23,7 @@ from dsagen.kv_format import KvFormat, ScaleKind
 
 COPY = "copy"
 # Rounded to fp32 they are the constants of the rules' arithmetic.
-_SMALL = 1e-4
+SMALL = 1e-4
 _LEAST_NORMAL = 2.0**-126
 _LEAST_E4M3 = 2.0**-9
 
@@ -38,7 +38,11 @@ class Rounding(StrEnum):
 
 @dataclass(frozen=True)
 class WriteRule:
-    """One rule. Floors of 0 are none; `multiplies` is of the quotient, `by_reciprocal` of the codes."""
+    """One rule. Floors of 0 are none; `multiplies` is of the quotient, `by_reciprocal` of the codes.
+
+    `ties_down` takes the smaller of two codes that are as near, in place of the even one; `zero_has_sign` is whether
+    what rounds to zero keeps its sign.
+    """
 
     rule_id: str
     values: ElementType
@@ -47,6 +51,8 @@ class WriteRule:
     rounding: Rounding
     multiplies: bool = False
     by_reciprocal: bool = False
+    ties_down: bool = False
+    zero_has_sign: bool = True
 
     @property
     def most(self) -> float:
@@ -71,10 +77,10 @@ class WriteRule:
 _RULES = (
     WriteRule("normal_floor", E4M3, 0.0, _LEAST_NORMAL, Rounding.NONE),
     WriteRule("normal_floor_reciprocal", E4M3, 0.0, _LEAST_NORMAL, Rounding.NONE, by_reciprocal=True),
-    WriteRule("amax_floor", E4M3, _SMALL, 0.0, Rounding.NONE),
-    WriteRule("amax_floor_multiply", E4M3, _SMALL, 0.0, Rounding.NONE, multiplies=True),
-    WriteRule("pow2_scale_floor", E4M3, 0.0, _SMALL, Rounding.POW2),
-    WriteRule("pow2_amax_floor", E4M3, _SMALL, 0.0, Rounding.POW2),
+    WriteRule("amax_floor", E4M3, SMALL, 0.0, Rounding.NONE),
+    WriteRule("amax_floor_multiply", E4M3, SMALL, 0.0, Rounding.NONE, multiplies=True),
+    WriteRule("pow2_scale_floor", E4M3, 0.0, SMALL, Rounding.POW2),
+    WriteRule("pow2_amax_floor", E4M3, SMALL, 0.0, Rounding.POW2),
     WriteRule("e4m3_scale_floor", E2M1, 0.0, _LEAST_E4M3, Rounding.E4M3),
 )
 WRITE_RULES: dict[str, WriteRule] = {rule.rule_id: rule for rule in _RULES}

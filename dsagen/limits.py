@@ -111,7 +111,7 @@ CALL_RULES: Mapping[str, str] = {
     "T-16": "explain of topk and of indexer_logits takes the width of a row",
     "T-17": "a cache op has the tensors that its format and its other arguments ask for: kpe_cache where rotary dims "
     "and v_cache where values have their own, k_pe where there are any, slots or a block table, slots of both pools or "
-    "of neither; a second cache, and width of its lists, where the spec declares one",
+    "of neither, codes and scales or neither; a second cache, and width of its lists, where the spec declares one",
     "T-18": "on the emulator a launch has at most DSAGEN_EMULATOR_MOST_CTAS CTAs",
     "T-19": "the kernels whose handle an op of torch takes are loaded in this process",
     "T-20": "a drop-in module is given only what the ops can honour",

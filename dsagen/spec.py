@@ -22,11 +22,20 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from dsagen.arch import ARCHS, Arch, arch
 from dsagen.errors import SpecError
-from dsagen.index_format import INDEX_FORMATS
+from dsagen.index_format import INDEX_FORMATS, index_format
+from dsagen.index_rule import INDEX_RULES, index_rule
 from dsagen.kv_format import KV_FAMILIES, KV_FORMATS, KvFormat, extra_cache_problem, kv_format
 from dsagen.kv_rule import COPY, WRITE_RULES, write_rule
 from dsagen.model import MODELS, ModelPreset, model_preset
-from dsagen.spec_defaults import CACHE_OP, INDEX_OP, NO_EXTRA_CACHE, READ_BY, complete, known_ops
+from dsagen.spec_defaults import (
+    CACHE_OP,
+    INDEX_CACHE_OP,
+    INDEX_OPS,
+    NO_EXTRA_CACHE,
+    READ_BY,
+    complete,
+    known_ops,
+)
 from dsagen.spec_problems import (
     MAX_HEADS,
     MAX_ROW_ELEMENTS,
@@ -52,6 +61,7 @@ __all__ = [
     "DimsSpec",
     "ExtraKvSpec",
     "IndexSpec",
+    "IndexWriteSpec",
     "InvalidSpecError",
     "KvSpec",
     "KvWriteSpec",
@@ -73,6 +83,7 @@ _FORMAT_NAMES: Any = list(dict.fromkeys((*KV_FAMILIES, *KV_FORMATS)))
 
 _INDEX_FORMAT_NAMES: Any = list(INDEX_FORMATS)
 _RULE_NAMES: Any = [COPY, *WRITE_RULES]
+_INDEX_RULE_NAMES: Any = list(INDEX_RULES)
 
 Capacity = Annotated[int, Field(ge=1, le=MAX_TOPK)]
 
@@ -139,6 +150,13 @@ class KvWriteSpec(_Part):
     extra_rule: str | None = Field(default=None, json_schema_extra={"enum": _RULE_NAMES})
 
 
+class IndexWriteSpec(_Part):
+    """What index_cache writes by: dtype of the keys, and the rule that their scales and codes follow."""
+
+    rows: Literal["bf16", "fp16", "fp32"]
+    rule: str = Field(json_schema_extra={"enum": _INDEX_RULE_NAMES})
+
+
 class IndexSpec(_Part):
     """The lightning indexer: its heads (8 to 128 in steps of 8), dims of a key, and the format of cached keys."""
 
@@ -176,7 +194,11 @@ class DeploymentSpec(_Part):
         default=None, description="how kv_cache writes rows; None exactly where kv_cache is no op"
     )
     index: IndexSpec | None = Field(
-        default=None, description="the lightning indexer; None exactly where indexer_logits is no op"
+        default=None,
+        description="the lightning indexer; None exactly where neither indexer_logits nor index_cache is an op",
+    )
+    index_write: IndexWriteSpec | None = Field(
+        default=None, description="how index_cache writes keys; None exactly where index_cache is no op"
     )
 
     def __init__(self, /, **data: Any) -> None:
@@ -230,10 +252,18 @@ class DeploymentSpec(_Part):
             raise problem(("kv_heads",), f"must divide heads {self.heads}: each KV head has as many", self.kv_heads)
 
     def _check_index(self) -> None:
-        if self.index is None and INDEX_OP in self.ops:
+        index, write = self.index, self.index_write
+        if index is None and any(op in self.ops for op in INDEX_OPS):
             raise problem(("index",), "is empty: leave it out")
-        if self.index is not None and self.index.keys not in INDEX_FORMATS:
-            raise problem(("index", "keys"), "is no index-key format", self.index.keys, choices=INDEX_FORMATS)
+        if index is not None and index.keys not in INDEX_FORMATS:
+            raise problem(("index", "keys"), "is no index-key format", index.keys, choices=INDEX_FORMATS)
+        if write is None and INDEX_CACHE_OP in self.ops:
+            raise problem(("index_write",), "is empty: leave it out")
+        if index is not None and write is not None:
+            try:
+                index_rule(index_format(index.keys), write.rule)
+            except SpecError as error:
+                raise problem(("index_write", "rule"), str(error), write.rule) from None
 
     def _check_writes(self) -> None:
         write, extra = self.kv_write, self.extra_kv
@@ -347,7 +377,7 @@ def parse_spec(text: str, label: str = "<spec>") -> DeploymentSpec:
 def json_schema() -> dict[str, Any]:
     """JSON schema of a spec as users write it: what presets fill is optional."""
     schema = DeploymentSpec.model_json_schema()
-    for part in ("KvSpec", "ExtraKvSpec", "KvWriteSpec", "IndexSpec"):
+    for part in ("KvSpec", "ExtraKvSpec", "KvWriteSpec", "IndexSpec", "IndexWriteSpec"):
         schema["$defs"][part].pop("required")
     schema["$defs"]["DimsSpec"].pop("required")
     schema["required"] = ["model", "heads", "archs", "ops"]

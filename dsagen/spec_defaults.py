@@ -11,6 +11,7 @@ from typing import Any
 
 from dsagen.errors import SpecError
 from dsagen.index_format import INDEX_FORMATS
+from dsagen.index_rule import INDEX_RULES, default_index_rule
 from dsagen.kv_format import (
     KV_FAMILIES,
     KV_FORMATS,
@@ -28,18 +29,20 @@ NO_EXTRA_CACHE = "none"
 # The ops that read `scores`, and what it is unless told otherwise.
 SCORES_OPS = ("topk", "indexer_logits")
 DEFAULT_SCORES = "fp32"
-# The op that reads `kv_write`, and the rows that it writes unless told otherwise.
+# The op that reads `kv_write`, the one that reads `index_write`, and the rows that both write unless told otherwise.
 CACHE_OP = "kv_cache"
+INDEX_CACHE_OP = "index_cache"
 DEFAULT_ROWS = "bf16"
-# The op that reads `index`.
-INDEX_OP = "indexer_logits"
+# The ops that read `index`.
+INDEX_OPS = ("indexer_logits", INDEX_CACHE_OP)
 # The op that reads `kv_heads`.
 DECODE_OP = "sparse_decode"
 # Keys that are there exactly where one of some ops is; `kv_heads` only where there are several.
 READ_BY: Mapping[str, tuple[str, ...]] = {
     "scores": SCORES_OPS,
     "kv_write": (CACHE_OP,),
-    "index": (INDEX_OP,),
+    "index_write": (INDEX_CACHE_OP,),
+    "index": INDEX_OPS,
     "kv_heads": (DECODE_OP,),
 }
 
@@ -78,8 +81,11 @@ def complete(data: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(ops, list | tuple) and CACHE_OP in ops:
         full["kv_write"] = _complete_write(full.get("kv_write", {}), full["kv"], full["extra_kv"])
     # Where nothing reads it, it is completed too, so that this is what the error says.
-    if (isinstance(ops, list | tuple) and INDEX_OP in ops) or isinstance(full.get("index"), Mapping):
+    reads_index = isinstance(ops, list | tuple) and any(op in ops for op in INDEX_OPS)
+    if reads_index or isinstance(full.get("index"), Mapping):
         full["index"] = _complete_index(full.get("index", {}), preset)
+    if isinstance(ops, list | tuple) and INDEX_CACHE_OP in ops:
+        full["index_write"] = _complete_index_write(full.get("index_write", {}), full["index"])
     return full
 
 
@@ -104,6 +110,17 @@ def _complete_write(value: Any, kv: Any, extra_kv: Any) -> Any:
         if record is not None:
             rules[key] = default_rule(record)
     return {"rows": DEFAULT_ROWS, **rules, **value}
+
+
+def _complete_index_write(value: Any, index: Any) -> Any:
+    """How index keys are written, by a rule of their format."""
+    if not isinstance(value, Mapping):
+        return value
+    keys = index.get("keys") if isinstance(index, Mapping) else None
+    # What is no format is told later; until then any rule will do.
+    record = INDEX_FORMATS.get(keys) if isinstance(keys, str) else None
+    rule = INDEX_RULES[0] if record is None else default_index_rule(record)
+    return {"rows": DEFAULT_ROWS, "rule": rule, **value}
 
 
 def _known_record(cache: Any) -> KvFormat | None:

@@ -21,6 +21,7 @@ from dsagen.errors import SpecError
 from dsagen.index_format import index_format
 from dsagen.runtime.api import Kernels
 from dsagen.runtime.driver import CudaDriver
+from dsagen.runtime.index_cache import OP as INDEX_CACHE_OP
 from dsagen.runtime.indexer import OP as LOGITS_OP
 from dsagen.runtime.kv_cache import OP as CACHE_OP
 from dsagen.runtime.sparse_decode import OP as DECODE_OP
@@ -134,6 +135,8 @@ def host_calls(kernels: Kernels) -> Iterator[tuple[str, str, int, Call]]:
         yield from _cache_calls(kernels)
     if LOGITS_OP in ops:
         yield from _logits_calls(kernels)
+    if INDEX_CACHE_OP in ops:
+        yield from _index_cache_calls(kernels)
 
 
 def _decode_calls(kernels: Kernels) -> Iterator[tuple[str, str, int, Call]]:
@@ -211,9 +214,7 @@ def _logits_calls(kernels: Kernels) -> Iterator[tuple[str, str, int, Call]]:
     assert spec.index is not None
     heads, dim = spec.index.heads, spec.index.dim
     q = torch.zeros(1, 1, heads, dim, device=device, dtype=torch.uint8)
-    pool = torch.zeros(
-        PAGES, PAGE_SIZE, 1, index_format(spec.index.keys).record_bytes(dim), device=device, dtype=torch.uint8
-    )
+    pool = _index_pool(kernels)
     weights = torch.zeros(1, heads, device=device)
     lengths = torch.full((1,), PAGES * PAGE_SIZE, device=device, dtype=torch.int32)
     table = torch.arange(PAGES, device=device, dtype=torch.int32)[None]
@@ -222,6 +223,26 @@ def _logits_calls(kernels: Kernels) -> Iterator[tuple[str, str, int, Call]]:
     dtype = torch.bfloat16 if spec.scores == "bf16" else torch.float32
     yield LOGITS_OP, "out given", 1, partial(logits, out=torch.empty(1, width, device=device, dtype=dtype))
     yield LOGITS_OP, "max_seq_len", 1, partial(logits, max_seq_len=width)
+
+
+def _index_cache_calls(kernels: Kernels) -> Iterator[tuple[str, str, int, Call]]:
+    spec, device, op, handle = kernels.spec, kernels.device, torch.ops.dsagen, kernels.handle
+    assert spec.index is not None
+    pool, keys = _index_pool(kernels), torch.randn(CACHE_ROWS, spec.index.dim, device=device).bfloat16()
+    slots = torch.randperm(PAGES * PAGE_SIZE, device=device)[:CACHE_ROWS].int()
+    table = torch.arange(PAGES, device=device, dtype=torch.int32)[None]
+    starts = torch.tensor([0, CACHE_ROWS], device=device, dtype=torch.int32)
+    yield INDEX_CACHE_OP, "write", 1, partial(kernels.index_write, keys, pool, slots)
+    yield INDEX_CACHE_OP, "write: torch op", 1, partial(op.index_write, keys, pool, slots, handle)
+    yield INDEX_CACHE_OP, "gather", 1, partial(kernels.index_gather, pool, table, starts, CACHE_ROWS)
+    yield INDEX_CACHE_OP, "gather: torch op", 1, partial(op.index_gather, pool, handle, table, starts, CACHE_ROWS)
+
+
+def _index_pool(kernels: Kernels) -> Tensor:
+    index = kernels.spec.index
+    assert index is not None, "a spec with the op has an index"
+    record_bytes = index_format(index.keys).record_bytes(index.dim)
+    return torch.zeros(PAGES, PAGE_SIZE, 1, record_bytes, device=kernels.device, dtype=torch.uint8)
 
 
 def _pool(kernels: Kernels) -> Tensor:

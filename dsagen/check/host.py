@@ -10,10 +10,14 @@ import torch
 from dsagen.check.cache import allocate_cache, natural_rule, quantise_rows, write_tokens
 from dsagen.check.report import CaseResult
 from dsagen.check.scalar_rule import scalar_group
+from dsagen.dtype import ElementType
 from dsagen.errors import DsagenError
+from dsagen.families.index_cache.reference import quantise_keys
 from dsagen.families.kv_cache import reference as kv_cache
 from dsagen.families.sparse_decode.reference import combine_reference, read_tokens, sparse_decode_reference
 from dsagen.families.topk.reference import topk_reference
+from dsagen.index_format import index_format
+from dsagen.index_rule import index_rule
 from dsagen.kv_format import KvFormat
 from dsagen.kv_rule import write_rule
 from dsagen.matrix import expand
@@ -32,6 +36,8 @@ def host_proofs(spec: DeploymentSpec, seed: int) -> tuple[CaseResult, ...]:
         proofs.append(("host.splits merge to the whole", _splits_merge))
     if "kv_cache" in spec.ops:
         proofs.append(("host.rules are their arithmetic", _rules_hold))
+    if "index_cache" in spec.ops:
+        proofs.append(("host.index-key rule is its arithmetic", _index_rule_holds))
     if "topk" in spec.ops:
         proofs.append(("host.selections are those of sorted lists", _selections_sort))
     return tuple(_run(name, proof, spec, seed) for name, proof in proofs)
@@ -116,14 +122,36 @@ def _rules_hold(spec: DeploymentSpec, seed: int) -> str:
     return ""
 
 
+def _index_rule_holds(spec: DeploymentSpec, seed: int) -> str:
+    """The rule of index keys in torch against Python's arithmetic, rounded to fp32 after each step, and a search."""
+    assert spec.index is not None and spec.index_write is not None
+    record, dim, rule_id = index_format(spec.index.keys), spec.index.dim, spec.index_write.rule
+    generator, count = torch.Generator().manual_seed(seed), record.scale_count(dim)
+    exponents = torch.randint(-20, 8, (24, 1), generator=generator).float()
+    x = torch.randn(24, dim, generator=generator).bfloat16() * exponents.exp2()
+    codes, words = quantise_keys(record, x, rule_id)
+    for row in range(24):
+        group, dims = row % count, dim // count
+        want = scalar_group(index_rule(record, rule_id), x[row, group * dims : (group + 1) * dims].tolist())
+        size = record.scale.bytes_per_element
+        stored = bytes(words[row, group * size : (group + 1) * size].tolist())
+        found = record.scale.decode(int.from_bytes(stored, "little")), _codes_of(record.values, codes[row].tolist())
+        if (found[0], found[1][group * dims : (group + 1) * dims]) != want:
+            return f"{record.format_id}, {rule_id}: key {row}, scale {group} is not what the rule says"
+    return ""
+
+
+def _codes_of(element: ElementType, data: list[int]) -> list[int]:
+    """Codes in bytes, of two in a byte the low one first."""
+    return data if element.bits == 8 else [code for byte in data for code in (byte & 15, byte >> 4)]
+
+
 def _stored_group(record: KvFormat, written: dict[str, torch.Tensor], row: int, group: int) -> tuple[float, list[int]]:
     """Scale and codes of a group as bytes hold them."""
     scales, values = record.segment("scales").element, record.segment("values").element
     size = scales.bits // 8
     data = bytes(written["scales"][row, group * size : (group + 1) * size].tolist())
-    codes: list[int] = []
-    for byte in written["values"][row].tolist():
-        codes += [byte] if values.bits == 8 else [byte & 15, byte >> 4]
+    codes = _codes_of(values, written["values"][row].tolist())
     first = group * record.scale_group_dims
     return scales.decode(int.from_bytes(data, "little")), codes[first : first + record.scale_group_dims]
 

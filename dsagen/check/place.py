@@ -15,6 +15,8 @@ from dsagen.arch import arch_for_capability
 from dsagen.check.cases import REPEATS as DECODE_REPEATS
 from dsagen.check.cases import DecodeCase
 from dsagen.check.cases import Probe as DecodeProbe
+from dsagen.check.index_cases import REPEATS as INDEX_REPEATS
+from dsagen.check.index_cases import IndexCacheCase
 from dsagen.check.indexer_cases import REPEATS as LOGITS_REPEATS
 from dsagen.check.indexer_cases import LogitsCase
 from dsagen.check.indexer_cases import Probe as LogitsProbe
@@ -31,7 +33,7 @@ from dsagen.runtime.api import load
 from dsagen.runtime.emulated import EmulatorOptions
 from dsagen.spec import DeploymentSpec
 
-Case = DecodeCase | TopkCase | KvCase | LogitsCase
+Case = DecodeCase | TopkCase | KvCase | LogitsCase | IndexCacheCase
 # Sizes at which a case takes about a minute of two cores. Larger ones are for devices.
 MOST_COLUMN_HEADS = 50_000_000
 MOST_SCORES = 50_000_000
@@ -88,6 +90,8 @@ def too_large(spec: DeploymentSpec, case: Case) -> str:
         what, size, limit, tensor_bytes = _kv_size(spec, case)
     elif isinstance(case, LogitsCase):
         what, size, limit, tensor_bytes = _logits_size(spec, case)
+    elif isinstance(case, IndexCacheCase):
+        what, size, limit, tensor_bytes = _index_size(spec, case)
     else:
         what, size, limit, tensor_bytes = _decode_size(spec, case)
     if size > limit:
@@ -121,6 +125,14 @@ def _kv_size(spec: DeploymentSpec, case: KvCase) -> tuple[str, int, int, int]:
     assert record is not None, "a case is about a cache that the spec has"
     pool_bytes = case.pages * (case.page_size * record.record_bytes + case.pad_bytes)
     return "dims of rows", case.rows * record.d_qk * calls, MOST_ROW_DIMS, pool_bytes
+
+
+def _index_size(spec: DeploymentSpec, case: IndexCacheCase) -> tuple[str, int, int, int]:
+    calls = INDEX_REPEATS if case.probe is KvProbe.REPEATED else 1
+    assert spec.index is not None, "a case of the op is for a spec with an index"
+    record, dim = index_format(spec.index.keys), spec.index.dim
+    pool_bytes = case.pages * (record.page_bytes(dim, case.page_size) + case.pad_bytes)
+    return "dims of keys", case.rows * dim * calls, MOST_ROW_DIMS, pool_bytes
 
 
 def _logits_size(spec: DeploymentSpec, case: LogitsCase) -> tuple[str, int, int, int]:

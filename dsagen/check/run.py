@@ -20,6 +20,9 @@ from dsagen import knobs
 from dsagen.arch import arch as arch_row
 from dsagen.check.cases import DecodeCase, Probe, Tier, decode_cases
 from dsagen.check.host import host_proofs
+from dsagen.check.index_cases import Action as IndexAction
+from dsagen.check.index_cases import IndexCacheCase, index_cases
+from dsagen.check.index_run import IndexCacheKernels, IndexCacheRun
 from dsagen.check.indexer_cases import LogitsCase, logits_cases
 from dsagen.check.indexer_run import LogitsKernels, LogitsRun
 from dsagen.check.kv_cases import Action, KvCase, kv_cases
@@ -48,6 +51,7 @@ _PLAIN_CASES: Mapping[str, Case] = {
     TopkCase.op: TopkCase("", 1, 1, 1),
     KvCase.op: KvCase("", Action.READ),
     LogitsCase.op: LogitsCase(""),
+    IndexCacheCase.op: IndexCacheCase("", IndexAction.GATHER),
 }
 # What the runtime gives has all ops; a model of one in a test has one.
 Load = Callable[..., Any]
@@ -70,6 +74,8 @@ class KernelCache:
             return self._for_caches()
         if isinstance(case, LogitsCase):
             return self._for_logits(case)
+        if isinstance(case, IndexCacheCase):
+            return self._for_index_cache()
         base, empty = case.lse or (self.spec.lse.base, self.spec.lse.empty)
         determinism = "batch_invariant" if case.probe is Probe.BATCH_INVARIANT else self.spec.determinism
         topk, extra = max(self.spec.topk, case.topk), self.spec.extra_kv
@@ -98,6 +104,14 @@ class KernelCache:
         if key not in self._loaded:
             self._loaded[key] = self.load(self.spec.only(KvCase.op), device=self.device)
         kernels: CacheKernels = self._loaded[key]
+        return kernels
+
+    def _for_index_cache(self) -> IndexCacheKernels:
+        """Kernels of the index cache's ops alone."""
+        key = (0, IndexCacheCase.op, "")
+        if key not in self._loaded:
+            self._loaded[key] = self.load(self.spec.only(IndexCacheCase.op), device=self.device)
+        kernels: IndexCacheKernels = self._loaded[key]
         return kernels
 
     def _for_logits(self, case: LogitsCase) -> LogitsKernels:
@@ -191,7 +205,7 @@ def run_cases(
                 results.append(_not_run(case, why))
                 continue
             advance(case.name)
-            kind = _RUNS[case.op]
+            kind = RUNS[type(case)]
             result, faulted = run_case(kind(case, kernels, device, seed))
             results.append(result)
             if faulted:
@@ -199,14 +213,22 @@ def run_cases(
     return tuple(results)
 
 
-_RUNS = {DecodeCase.op: CaseRun, TopkCase.op: TopkRun, KvCase.op: KvRun, LogitsCase.op: LogitsRun}
+AnyRun = CaseRun | TopkRun | KvRun | LogitsRun | IndexCacheRun
+# What runs a case, by its type.
+RUNS: Mapping[type, Callable[..., AnyRun]] = {
+    DecodeCase: CaseRun,
+    TopkCase: TopkRun,
+    KvCase: KvRun,
+    LogitsCase: LogitsRun,
+    IndexCacheCase: IndexCacheRun,
+}
 
 
 def _not_run(case: Case, why: str) -> CaseResult:
     return CaseResult(case.name, "not_run", problem=why, op=case.op)
 
 
-def run_case(run: CaseRun | TopkRun | KvRun | LogitsRun) -> tuple[CaseResult, bool]:
+def run_case(run: AnyRun) -> tuple[CaseResult, bool]:
     """(result, whether the device is now unusable)."""
     result, faulted = _run_case(run)
     slugs = tuple(sorted(run.launched)) if isinstance(run, TopkRun | CaseRun) else None
@@ -215,7 +237,7 @@ def run_case(run: CaseRun | TopkRun | KvRun | LogitsRun) -> tuple[CaseResult, bo
     return replace(result, op=run.case.op, slugs=slugs), faulted
 
 
-def _run_case(run: CaseRun | TopkRun | KvRun | LogitsRun) -> tuple[CaseResult, bool]:
+def _run_case(run: AnyRun) -> tuple[CaseResult, bool]:
     name, start = run.case.name, time.perf_counter()
     try:
         if not isinstance(run, CaseRun):
@@ -261,6 +283,8 @@ def cases_of(spec: DeploymentSpec, arch: str, tier: Tier, only: str | None = Non
         elif op == LogitsCase.op:
             # Without a conversion instruction e4m3 codes are shifted into place, and code 0x7F reads as 480.
             cases += logits_cases(tier, arch_row(arch).has_e4m3_cvt)
+        elif op == IndexCacheCase.op:
+            cases += index_cases(tier)
         else:
             cases += _decode_cases(spec, main_plan(matrix.plans()), arch, tier)
     if only is None:

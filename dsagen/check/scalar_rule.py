@@ -15,7 +15,18 @@ def scalar_group(rule: WriteRule, x: Sequence[float]) -> tuple[float, list[int]]
     scale = scalar_scale(rule, max(abs(value) for value in x))
     inverse = fp32(1.0 / scale)
     units = [fp32(value * inverse) if rule.by_reciprocal else fp32(value / scale) for value in x]
-    return scale, [rule.values.encode(value) for value in units]
+    return scale, [scalar_code(rule, value) for value in units]
+
+
+def scalar_code(rule: WriteRule, value: float) -> int:
+    """The code of a number in units of its scale."""
+    code = rule.values.encode(value)
+    sign = 1 << (rule.values.bits - 1)
+    below = (code & ~sign) - 1
+    if rule.ties_down and below >= 0:
+        distances = [abs(rule.values.decode(c) - min(abs(value), rule.values.largest)) for c in (below, below + 1)]
+        code -= int(distances[0] == distances[1])
+    return code if rule.zero_has_sign or code & ~sign else 0
 
 
 def scalar_scale(rule: WriteRule, amax: float) -> float:

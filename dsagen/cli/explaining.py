@@ -62,7 +62,7 @@ def explain(
         rows = batch * s_q
         lines = _decode_lines(selection, batch, s_q, topk, sms) + _topk_lines(selection, rows, topk, width, sms)
         lines += _logits_lines(selection, batch, s_q, width, sms)
-        echo_lines(lines + _cache_lines(selection, rows))
+        echo_lines(lines + _cache_lines(selection, rows) + _index_cache_lines(selection, rows))
         return
     if as_json:
         echo_json(_selection_json(selection))
@@ -181,6 +181,18 @@ def _cache_lines(selection: Selection, rows: int) -> list[str]:
     for name in _archs_of(selection, "kv_cache"):
         plans = [p for p in selection.matrix.plans() if (p.variant.family, p.variant.arch) == ("kv_cache", name)]
         lines += [f"{selection.spec.name} on {name}", explain_call(plans, RowsShape(rows), arch(name))]
+    return lines
+
+
+def _index_cache_lines(selection: Selection, rows: int) -> list[str]:
+    """What calls of the index cache's ops take on each arch; none where the spec has no such op."""
+    from dsagen.arch import arch
+    from dsagen.families.index_cache.op import explain_call
+
+    lines: list[str] = []
+    for name in _archs_of(selection, "index_cache"):
+        plans = [p for p in selection.matrix.plans() if (p.variant.family, p.variant.arch) == ("index_cache", name)]
+        lines += [f"{selection.spec.name} on {name}", explain_call(plans, rows, arch(name))]
     return lines
 
 

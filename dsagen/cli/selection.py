@@ -132,6 +132,8 @@ def describe_spec(spec: DeploymentSpec) -> str:
     write = spec.kv_write
     rules = "" if write is None else " and ".join(filter(None, (write.rule, write.extra_rule)))
     writes = "" if write is None else f", {write.rows} rows by {rules}"
+    keys = spec.index_write
+    writes += "" if keys is None else f", {keys.rows} index keys by {keys.rule}"
     caches = f"KV {spec.kv.format_id} (topk {spec.topk}){extra}"
     kv_heads = f" of {spec.kv_heads} KV heads" if spec.kv_heads > 1 else ""
     return f"{spec.model}, {spec.heads} heads{kv_heads}, {caches}{mode}{indexer}{scores}{writes}"

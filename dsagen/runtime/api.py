@@ -40,6 +40,9 @@ from dsagen.runtime.emulated import (
     require_options,
 )
 from dsagen.runtime.handles import register
+from dsagen.runtime.index_cache import FORMS as INDEX_FORMS
+from dsagen.runtime.index_cache import OP as INDEX_CACHE_OP
+from dsagen.runtime.index_cache_ops import IndexCacheOps
 from dsagen.runtime.indexer import FORM as LOGITS_FORM
 from dsagen.runtime.indexer import OP as LOGITS_OP
 from dsagen.runtime.indexer_ops import IndexerOps
@@ -125,7 +128,7 @@ def _load_bundle(
     return Kernels(chosen.spec, device=device, archs=archs or chosen.archs, read=code, select=code.without_absent)
 
 
-class Kernels(CacheOps, DecodeOps, IndexerOps, TopkOps):
+class Kernels(CacheOps, DecodeOps, IndexCacheOps, IndexerOps, TopkOps):
     """Kernels of one deployment, made by `dsagen.load`. Safe to use from several threads.
 
     `open_driver` and `read` are what a test replaces: the driver, and where cubins come from. `select` makes of the
@@ -156,6 +159,9 @@ class Kernels(CacheOps, DecodeOps, IndexerOps, TopkOps):
         self._cache_launches = {
             role: OpLaunches(self._driver, form, self._debug_sync) for role, form in CACHE_FORMS.items()
         }
+        self._index_launches = {
+            role: OpLaunches(self._driver, form, self._debug_sync) for role, form in INDEX_FORMS.items()
+        }
         self._logits_launches = OpLaunches(self._driver, LOGITS_FORM, self._debug_sync)
         self._devices: dict[int, DeviceKernels] = {}
         # What calls without a plan share.
@@ -177,6 +183,7 @@ class Kernels(CacheOps, DecodeOps, IndexerOps, TopkOps):
         """Where the launcher in C finds calls of torch's ops that are like one before; None where each is checked."""
         launches = {"topk": self._topk_launches}
         launches |= {f"kv_{role}": launches for role, launches in self._cache_launches.items()}
+        launches |= {f"index_{role}": launches for role, launches in self._index_launches.items()}
         tables = {op: None if self._checks_values else of_op.table for op, of_op in launches.items()}
         return {**tables, OP: self._decode_routes.table}
 
@@ -225,15 +232,17 @@ class Kernels(CacheOps, DecodeOps, IndexerOps, TopkOps):
         Of sparse decode, `topk` and `extra_topk` are the capacities of the spec unless given.
 
         A call of topk has batch x s_q rows of `width` scores and `topk` slots in each, one of indexer_logits s_q tokens
-        of each request that see up to `width` keys, one of kv_cache batch x s_q rows; they have no splits.
+        of each request that see up to `width` keys, one of kv_cache or index_cache batch x s_q rows; they have no
+        splits.
         """
         self._require_op(op)
         kernels = self._on(self._ordinal(device))
         facts, arch = kernels.facts, kernels.arch
         head = f"{op}: {self.spec.name} on device {kernels.ordinal} ({facts.name}, {arch}, {facts.sm_count} SMs)"
-        if op == CACHE_OP:
+        if op in (CACHE_OP, INDEX_CACHE_OP):
             rows = require_int("batch", batch) * require_int("s_q", s_q)
-            return f"{head}\n{self._explain_rows(kernels.ordinal, rows)}"
+            explain_rows = self._explain_rows if op == CACHE_OP else self._explain_keys
+            return f"{head}\n{explain_rows(kernels.ordinal, rows)}"
         if op == LOGITS_OP:
             tokens = require_int("batch", batch), require_int("s_q", s_q)
             return f"{head}\n{self._explain_logits(kernels.ordinal, *tokens, _required_width(op, width))}"

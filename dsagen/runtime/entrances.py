@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from dsagen.runtime.index_cache import FORMS as INDEX_FORMS
 from dsagen.runtime.kv_cache import FORMS as CACHE_FORMS
 from dsagen.runtime.launch import CallForm
 from dsagen.runtime.native import load_module
@@ -61,6 +62,8 @@ OP_CALLS: Mapping[str, OpCall] = {
     "kv_write": OpCall(CACHE_FORMS["write"], {"extra": False}),
     "kv_read": OpCall(CACHE_FORMS["read"], {"extra": False, "rows": None}),
     "kv_convert": OpCall(CACHE_FORMS["convert"], {"extra": False}),
+    "index_write": OpCall(INDEX_FORMS["write"], {}),
+    "index_gather": OpCall(INDEX_FORMS["gather"], {"rows": None}),
 }
 
 

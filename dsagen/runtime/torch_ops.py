@@ -14,8 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsagen.index_format import index_format
 from dsagen.runtime.entrances import Entrances
 from dsagen.runtime.handles import find
+from dsagen.runtime.index_cache import code_dtype, scale_dtype
+from dsagen.runtime.indexer import index_of
 from dsagen.runtime.kv_cache import cache_of
 from dsagen.runtime.sparse_decode import DecodeTensors
 from dsagen.runtime.tensors import require_no_grad
@@ -40,6 +43,8 @@ _READ_OPTIONS = (
     "Tensor? slots=None, Tensor? block_table=None, Tensor? row_starts=None, "
     "Tensor? token_starts=None, SymInt? rows=None, Tensor? kpe_cache=None, bool extra=False"
 )
+_GATHER = "Tensor k_cache, str kernels, Tensor block_table, Tensor row_starts, SymInt rows"
+_GATHER_OPTIONS = "Tensor? token_starts=None"
 SCHEMAS = {
     "sparse_decode": f"({_DECODE}, {_DECODE_OPTIONS}) -> (Tensor, Tensor)",
     "sparse_decode_out": f"({_DECODE}, Tensor(a!) out, Tensor(b!) lse, {_DECODE_OPTIONS}) -> ()",
@@ -51,6 +56,9 @@ SCHEMAS = {
     "kv_read_out": f"({_READ}, Tensor(a!) out, {_READ_OPTIONS}) -> ()",
     "kv_convert": "(Tensor source, Tensor(a!) target, str kernels, Tensor? source_slots=None, "
     "Tensor? target_slots=None, bool extra=False) -> ()",
+    "index_write": "(Tensor keys, Tensor(a!) k_cache, Tensor slots, str kernels) -> ()",
+    "index_gather": f"({_GATHER}, {_GATHER_OPTIONS}) -> (Tensor, Tensor)",
+    "index_gather_out": f"({_GATHER}, Tensor(a!) codes, Tensor(b!) scales, {_GATHER_OPTIONS}) -> ()",
 }
 
 
@@ -170,6 +178,26 @@ def _kv_convert(
     find(kernels).kv_convert(source, target, source_slots=source_slots, target_slots=target_slots, extra=extra)
 
 
+def _index_write(keys: Tensor, k_cache: Tensor, slots: Tensor, kernels: str) -> None:
+    find(kernels).index_write(keys, k_cache, slots)
+
+
+def _index_gather(
+    k_cache: Tensor,
+    kernels: str,
+    block_table: Tensor,
+    row_starts: Tensor,
+    rows: int,
+    token_starts: Tensor | None = None,
+    *,
+    codes: Tensor | None = None,
+    scales: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    return find(kernels).index_gather(
+        k_cache, block_table, row_starts, rows, token_starts=token_starts, codes=codes, scales=scales
+    )
+
+
 def _into(op: Callable[..., Any], required: int, *outputs: str) -> Callable[..., None]:
     """The op's out variant, which returns nothing and takes outputs behind its required arguments."""
     first = required + len(outputs)
@@ -224,6 +252,16 @@ def _fake_kv_read(k_cache: Tensor, kernels: str, *rest: Any, **named: Any) -> Te
     return k_cache.new_empty((rows, record.d_qk), dtype=torch.bfloat16)
 
 
+def _fake_index_gather(
+    k_cache: Tensor, kernels: str, block_table: Tensor, row_starts: Tensor, rows: int, *rest: Any, **named: Any
+) -> tuple[Tensor, Tensor]:
+    _refuse_grad(k_cache, block_table, row_starts, *rest, **named)
+    index = index_of(find(kernels).spec)
+    record = index_format(index.keys)
+    codes = k_cache.new_empty((rows, record.code_bytes(index.dim)), dtype=code_dtype(record))
+    return codes, k_cache.new_empty((rows,), dtype=scale_dtype(record))
+
+
 def _fake_nothing(*values: Any, **named: Any) -> None:
     _refuse_grad(*values, **named)
 
@@ -237,6 +275,9 @@ _OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "kv_read": (_kv_read, _fake_kv_read),
     "kv_read_out": (_into(_kv_read, 2, "out"), _fake_nothing),
     "kv_convert": (_kv_convert, _fake_nothing),
+    "index_write": (_index_write, _fake_nothing),
+    "index_gather": (_index_gather, _fake_index_gather),
+    "index_gather_out": (_into(_index_gather, 5, "codes", "scales"), _fake_nothing),
 }
 
 # Strides are part of a cache's meaning, so that a compiler may not change them on the way.

@@ -76,3 +76,27 @@ def kv_write(handle: str, rows: Tensor, k_cache: Tensor, slots: Tensor, **option
 def kv_convert(handle: str, source: Tensor, target: Tensor, **options: Any) -> None:
     """As Kernels.kv_convert."""
     _OPS.kv_convert(source, target, handle, **options)
+
+
+def index_write(handle: str, keys: Tensor, k_cache: Tensor, slots: Tensor) -> None:
+    """As Kernels.index_write."""
+    _OPS.index_write(keys, k_cache, slots, handle)
+
+
+def index_gather(
+    handle: str,
+    k_cache: Tensor,
+    block_table: Tensor,
+    row_starts: Tensor,
+    rows: int,
+    token_starts: Tensor | None,
+    codes: Tensor | None,
+    scales: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """As Kernels.index_gather."""
+    given = (k_cache, handle, block_table, row_starts, rows)
+    if codes is None or scales is None:
+        made: tuple[Tensor, Tensor] = _OPS.index_gather(*given, token_starts=token_starts)
+        return made
+    _OPS.index_gather_out(*given, token_starts=token_starts, codes=codes, scales=scales)
+    return codes, scales

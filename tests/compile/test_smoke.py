@@ -18,6 +18,8 @@ from dsagen.families.sparse_decode import family as decode
 from dsagen.families.sparse_decode import hopper
 from dsagen.families.sparse_decode.geometry import fitting_geometry
 from dsagen.families.sparse_decode.rows import Caches
+from dsagen.index_format import INDEX_FORMATS
+from dsagen.index_rule import default_index_rule, index_rules_of
 from dsagen.kv_format import KV_FORMATS
 from dsagen.kv_rule import default_rule, rules_of
 from dsagen.matrix import expand
@@ -177,6 +179,26 @@ def test_every_kernel_of_the_caches_compiles_as_planned(arch: str) -> None:
                 plans[plan.slug] = plan
     assert len(plans) > 40
     require_as_planned(tuple(plans.values()), arch)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_kernel_of_the_index_cache_compiles_as_planned(arch: str, request: pytest.FixtureRequest) -> None:
+    """Each format by every rule at 128 dims, by the default one at the others, and from rows of every dtype.
+
+    Archs share half of them, and --all-mutants takes all on each.
+    """
+    plans = {}
+    for keys, record in INDEX_FORMATS.items():
+        choices = [(128, rule, "bf16") for rule in index_rules_of(record)]
+        choices += [(dim, default_index_rule(record), "bf16") for dim in (32, 64)]
+        choices += [(128, default_index_rule(record), rows) for rows in ("fp16", "fp32")]
+        for dim, rule, rows in choices:
+            index, write = {"heads": 64, "dim": dim, "keys": keys}, {"rows": rows, "rule": rule}
+            spec = load_spec("v32_index_cache_h128").replace(archs=[arch], index=index, index_write=write)
+            plans |= {plan.slug: plan for plan in expand(spec).plans()}
+    assert len(plans) == 30
+    turn, step = list(ARCHS).index(arch), 1 if request.config.getoption("--all-mutants") else 2 * len(ARCHS)
+    require_as_planned(tuple(plans.values())[turn % step :: step], arch)
 
 
 def require_as_planned(plans: tuple[KernelPlan, ...], arch: str) -> None:

@@ -12,17 +12,22 @@ from functools import cache
 
 import cache_rows
 import decode
+import index_rows
 import indexer
 import topk_rows as topk
 import torch
 from decode import Kernel
+from index_rows import EmulatedIndexCache
 from ptx_texts import ptx_of
 from topk_rows import Scores
 
 from dsagen.arch import arch as arch_row
 from dsagen.check.cache import allocate_cache
 from dsagen.check.cases import DecodeCase, ExtraCase, Values
+from dsagen.check.index_cases import Action as IndexAction
+from dsagen.check.index_cases import IndexCacheCase
 from dsagen.check.indexer_cases import Lengths, LogitsCase
+from dsagen.check.kv_cases import Contents
 from dsagen.errors import EmulatorError
 from dsagen.families.kv_cache.reference import convert_reference, read_reference, write_reference
 from dsagen.families.sparse_decode import family as decode_family
@@ -241,7 +246,25 @@ def _run_logits(kernel: Kernel, attempt: Attempt) -> str:
     return indexer.problem(_LOGITS_CASES[attempt.seed % 2], subject)
 
 
+_INDEX_CASES = (
+    IndexCacheCase("mutants.words", IndexAction.WRITE, 40, 11, 5, 4, contents=Contents.SPECIAL),
+    IndexCacheCase("mutants", IndexAction.WRITE, 40, 4, 16, contents=Contents.TIES, spare_keys=3),
+)
+
+
+def _run_index_cache(kernel: Kernel, attempt: Attempt) -> str:
+    """One op of the index cache, with pages that start at multiples of 4 and of 16 bytes in turn."""
+    axes, variant = dict(kernel.plan.variant.axes), kernel.plan.variant
+    rule, rows = str(axes.get("rule", "pow2_amax_floor")), str(axes.get("rows", "bf16"))
+    spec = index_rows.spec_of(str(axes["keys"]), int(axes["dim"]), rule, rows, variant.arch)
+    subject = EmulatedIndexCache(spec, {variant.kernel: kernel}, attempt.seed, attempt.schedule)
+    case = _INDEX_CASES[attempt.seed % 2]
+    return index_rows.problem(replace(case, action=IndexAction(variant.kernel)), subject, attempt.seed)
+
+
 RUNNERS: dict[tuple[str, str], Runner] = {
+    ("index_cache", "write"): _run_index_cache,
+    ("index_cache", "gather"): _run_index_cache,
     ("sparse_decode", "main"): _run_main,
     ("sparse_decode", "combine"): _run_combine,
     ("indexer_logits", "main"): _run_logits,

@@ -1,4 +1,4 @@
-"""The quick tier of `dsagen check`, unchanged, on the emulator: both families, a kernel of each structure.
+"""The quick tier of `dsagen check`, unchanged, on the emulator: all families, a kernel of each structure.
 
 Cases run with different orders of warps, each always with the same. What needs a CUDA device, and what is beyond the
 emulator's declared size, counts as skipped.
@@ -15,14 +15,10 @@ from typing import Any
 import pytest
 import torch
 
+from dsagen.check import run as check_run
 from dsagen.check.cases import DecodeCase
-from dsagen.check.indexer_cases import LogitsCase
-from dsagen.check.indexer_run import LogitsRun
 from dsagen.check.place import Case, emulator_place
-from dsagen.check.probes import CaseRun
 from dsagen.check.run import KernelCache, cases_of, run_case, run_check
-from dsagen.check.topk_cases import TopkCase
-from dsagen.check.topk_run import TopkRun
 from dsagen.errors import CheckFailed
 from dsagen.runtime import api
 from dsagen.runtime.emulated import EmulatedCode, EmulatorOptions, read_ptx
@@ -121,6 +117,9 @@ SUITES = (
     Suite("topk-bf16-sm_80", "v32_topk_h128", "sm_80", r"topk\.(data\.\w*\.k512|ids\.\w*)", changes={"scores": "bf16"}),
     Suite("logits-sm_90a", "v32_indexer_h128", "sm_90a"),
     Suite("logits-sm_80", "v32_indexer_h128", "sm_80", r"logits\.contents\..*"),
+    Suite("index-sm_90a", "v32_index_cache_h128", "sm_90a", but=r"index\.(gather\.repeated|.*page(2|61|256)\..*)"),
+    Suite("index-sm_80", "v32_index_cache_h128", "sm_80", r"index\.(write\.[nmztls]|gather\.page5).*"),
+    Suite("index-mxfp4-sm_90a", "v4_index_cache_h64", "sm_90a", r"index\.(write\.[nmztls]|.*page(1|64)\.pad).*"),
     Suite(
         "logits-bf16-d64",
         "v32_indexer_h128",
@@ -146,8 +145,7 @@ def test_case(suite: Suite, case: Case, seed: int) -> None:
     too_large = emulator_place(suite.load(), None, None).refusal(case)
     if too_large:
         pytest.skip(too_large)
-    kind = {TopkCase: TopkRun, LogitsCase: LogitsRun}.get(type(case), CaseRun)
-    result, _ = run_case(kind(case, kernels_of(suite.name, seed), torch.device("cpu"), 20261))  # type: ignore[arg-type]
+    result, _ = run_case(check_run.RUNS[type(case)](case, kernels_of(suite.name, seed), torch.device("cpu"), 20261))
     if result.status == "not_run":
         pytest.skip(result.problem)
     assert result.status == "passed", result.problem
@@ -161,7 +159,7 @@ def test_every_kind_of_the_quick_tier_runs() -> None:
     assert ran | {"topk.repeated", "logits.repeated"} == kinds(
         c
         for suite in SUITES
-        if suite.name in ("v32-sm_90a", "v4-sm_90a", "topk-bf16-sm_80", "logits-sm_90a")
+        if suite.name in ("v32-sm_90a", "v4-sm_90a", "topk-bf16-sm_80", "logits-sm_90a", "index-sm_90a")
         for c in cases_of(suite.load(), suite.arch, "quick")
     )
 

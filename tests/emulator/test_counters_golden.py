@@ -15,15 +15,13 @@ import torch
 
 from dsagen.build import find_toolchain
 from dsagen.check.cases import DecodeCase, ExtraCase
+from dsagen.check.index_cases import Action as IndexAction
+from dsagen.check.index_cases import IndexCacheCase
 from dsagen.check.indexer_cases import Lengths, LogitsCase
-from dsagen.check.indexer_run import LogitsRun
 from dsagen.check.kv_cases import Action, KvCase
-from dsagen.check.kv_run import KvRun
 from dsagen.check.place import Case
-from dsagen.check.probes import CaseRun
-from dsagen.check.run import run_case
+from dsagen.check.run import RUNS, run_case
 from dsagen.check.topk_cases import Ids, Scores, TopkCase, Windows
-from dsagen.check.topk_run import TopkRun
 from dsagen.emulator import DEVICE
 from dsagen.emulator.counters import Counters
 from dsagen.families.kv_cache.op import converts
@@ -52,6 +50,7 @@ CASES: tuple[Case, ...] = (
     TopkCase("golden.many", 133, 17_001, 64),
     TopkCase("golden.long", 70, 70_000, 64),
     LogitsCase("golden", 2, 2, 1000, 64, lengths=Lengths.WHOLE),
+    *(IndexCacheCase(f"golden.{action}", action) for action in IndexAction),
     *(KvCase(f"golden.{action}.{extra}", action, extra) for action in Action for extra in (False, True)),
 )
 
@@ -63,8 +62,7 @@ def measure(name: str, case: Case, seed: int = 0) -> dict[str, Counters]:
     options = EmulatorOptions(seed=seed, races=False, threads=1, counters=True, observe=launches.append)
     kernels = load(name, device=DEVICE, emulator=options)
     case = fitted(case, kernels.spec)
-    kind = {DecodeCase: CaseRun, TopkCase: TopkRun, KvCase: KvRun, LogitsCase: LogitsRun}[type(case)]
-    result, _ = run_case(kind(case, lambda _: kernels, torch.device("cpu"), 1))  # type: ignore[arg-type]
+    result, _ = run_case(RUNS[type(case)](case, lambda _: kernels, torch.device("cpu"), 1))  # type: ignore[arg-type]
     assert result.status == "passed", result.problem
     return {launch.symbol: launch.counts.measured for launch in launches if launch.counts.measured is not None}
 

@@ -63,11 +63,16 @@ def v41(store: None) -> dsagen.Kernels:
     return load("v41_kv_cache_h64")
 
 
+@pytest.fixture(scope="module")
+def index(store: None) -> dsagen.Kernels:
+    return load("v32_index_cache_h128")
+
+
 @pytest.fixture
 def all_kernels(
-    decode: dsagen.Kernels, select: dsagen.Kernels, caches: dsagen.Kernels, v41: dsagen.Kernels
+    decode: dsagen.Kernels, select: dsagen.Kernels, caches: dsagen.Kernels, v41: dsagen.Kernels, index: dsagen.Kernels
 ) -> dict[str, dsagen.Kernels]:
-    return {"decode": decode, "select": select, "caches": caches, "v41": v41}
+    return {"decode": decode, "select": select, "caches": caches, "v41": v41, "index": index}
 
 
 def q(batch: int = 2) -> Tensor:
@@ -93,6 +98,18 @@ def outputs(batch: int = 2) -> dict[str, Tensor]:
 
 def lengths(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
+
+
+def fp8_keys() -> Tensor:
+    """Keys of small codes and scales of one."""
+    pool = torch.randint(0, 56, (PAGES, PAGE * 132), dtype=torch.uint8)
+    pool[:, PAGE * 128 :].view(torch.float32).fill_(1.0)
+    return pool.view(PAGES, PAGE, 1, 132)
+
+
+def one_request() -> tuple[Tensor, Tensor]:
+    """A block table, and where the rows of a request of four keys begin and end."""
+    return lengths(2, 0)[None], lengths(0, 4)
 
 
 def rows(count: int, dims: int = 576) -> Tensor:
@@ -124,6 +141,15 @@ CALLS: dict[str, tuple[str, Callable[[str], tuple[tuple[Any, ...], dict[str, Any
             {"source_slots": lengths(0, 7), "target_slots": lengths(3, 11)},
         ),
     ),
+    "index_write": ("index", lambda h: ((rows(3, 128), fp8_keys(), lengths(5, -1), h), {})),
+    "index_gather": ("index", lambda h: ((fp8_keys(), h, *one_request(), 5), {"token_starts": lengths(3)})),
+    "index_gather_out": (
+        "index",
+        lambda h: (
+            (fp8_keys(), h, *one_request(), 5),
+            {"codes": torch.zeros(5, 128, dtype=torch.uint8), "scales": torch.zeros(5)},
+        ),
+    ),
 }
 
 
@@ -144,18 +170,26 @@ def test_an_op_gives_what_the_method_gives(all_kernels: dict[str, dsagen.Kernels
     assert OPS.topk(scores, select.handle, K).equal(select.topk(scores, k=K))
     cache, slots = pool(), lengths(4, 9)
     assert OPS.kv_read(cache, caches.handle, slots).equal(caches.kv_read(cache, slots=slots))
+    index, keys = all_kernels["index"], fp8_keys()
+    index.index_write(rows(3, 128), keys, lengths(32, 35, 34))
+    for got, want in zip(OPS.index_gather(keys, index.handle, *one_request(), 5),
+                         index.index_gather(keys, *one_request(), 5), strict=True):  # fmt: skip
+        assert torch.equal(got, want) and got.dtype == want.dtype
 
 
 def step(all_kernels: dict[str, dsagen.Kernels], plan: Any = None, **given: Tensor) -> Callable[..., Any]:
     """A decode step as an engine writes it: store the new row, select, attend, project."""
     decode, select, caches = all_kernels["decode"], all_kernels["select"], all_kernels["caches"]
+    index, keys = all_kernels["index"], fp8_keys()
 
     def run(query: Tensor, cache: Tensor, row: Tensor, slot: Tensor, scores: Tensor, weight: Tensor) -> Any:
         caches.kv_write(row, cache, slot)
         picked = select.topk(scores, k=TOPK, determinism="order")
         out, lse = decode.sparse_decode(query, cache, picked[:, None], plan=plan, **given)
         back = caches.kv_read(cache, slots=slot)
-        return (out.float().flatten(2) @ weight).relu(), lse * 2, picked, back
+        index.index_write(row[:, :128].contiguous(), keys, slot)
+        _, scales = index.index_gather(keys, *one_request(), 5)
+        return (out.float().flatten(2) @ weight).relu(), lse * 2, picked, back, scales
 
     return run
 

@@ -31,6 +31,7 @@ LAYERS = (
             "kv_record",
             "kv_rule",
             "index_format",
+            "index_rule",
             "dtype",
             "model",
             "tensor_map",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from index_cache_trips import INDEX_CACHE_TRIPS
 from indexer_trips import INDEXER_TRIPS
 from kv_cache_trips import KV_CACHE_TRIPS
 
@@ -249,6 +250,7 @@ TRIPS: dict[str, dict[str, Trip]] = {
             {"name": "indices", "cache": "k_cache", "place": [1, 2, 70], "count": 1},
         ),
     },
+    "index_cache": {guard_id: Trip(*fields) for guard_id, fields in INDEX_CACHE_TRIPS.items()},
     "indexer_logits": {guard_id: Trip(*fields) for guard_id, fields in INDEXER_TRIPS.items()},
     "kv_cache": {guard_id: Trip(*fields) for guard_id, fields in KV_CACHE_TRIPS.items()},
     "topk": {

@@ -11,6 +11,7 @@ from dsagen.runtime.api import Kernels
 from dsagen.spec import load_spec
 
 SPECS = {"v32_h16": 128, "v32_topk_h128": 60, "v32_kv_cache_h128": 40, "v4_kv_cache_h64": 40, "v32_indexer_h128": 128}
+SPECS |= {"v32_index_cache_h128": 40, "v4_index_cache_h64": 40}
 
 
 def make(spec, driver=FakeDriver):

@@ -76,7 +76,7 @@ def test_one_op_of_several_keeps_what_it_reads() -> None:
         ),
         (
             YAML.replace("indexer_logits", "topk") + "index: {heads: 64}\n",
-            "f.yaml:5: index: nothing reads it: add indexer_logits to ops, or leave it out",
+            "f.yaml:5: index: nothing reads it: add indexer_logits or index_cache to ops, or leave it out",
         ),
     ],
 )

@@ -17,6 +17,7 @@ from test_native_launcher import (
     CALLS,
     DECODE,
     HEADS,
+    INDEX,
     S_Q,
     TOPK,
     TOPK_SPEC,
@@ -32,6 +33,7 @@ from dsagen.runtime import native, torch_ops
 from dsagen.runtime.cache_ops import CacheOps
 from dsagen.runtime.decode_ops import DecodeOps
 from dsagen.runtime.entrances import OP_CALLS, base_of
+from dsagen.runtime.index_cache_ops import IndexCacheOps
 from dsagen.runtime.launch import OpLaunches
 from dsagen.runtime.sparse_decode import DecodeTensors
 from dsagen.runtime.topk_ops import TopkOps
@@ -46,7 +48,9 @@ def entered(monkeypatch):
     """Names of the methods that a call of an op has run in Python."""
     found = []
     for part, names in (
-        (DecodeOps, ["decode_with_shared_plan"]), (TopkOps, ["topk"]), (CacheOps, ["kv_write", "kv_read", "kv_convert"])
+        (DecodeOps, ["decode_with_shared_plan"]), (TopkOps, ["topk"]),
+        (CacheOps, ["kv_write", "kv_read", "kv_convert"]),
+        (IndexCacheOps, ["index_write", "index_gather"]),
     ):  # fmt: skip
         for name in names:
             monkeypatch.setattr(part, name, _noted(getattr(part, name), found))
@@ -87,6 +91,9 @@ CASES = {
     "kv_read table": (CACHE, 40, given("read table", "out"), plain(rows=9)),
     "kv_read_out": (CACHE, 40, given("read"), plain()),
     "kv_convert": (V41, 40, given("convert"), plain(extra=False)),
+    "index_write": (INDEX, 40, given("index write"), plain()),
+    "index_gather": (INDEX, 40, given("index gather", "codes", "scales"), plain(rows=9)),
+    "index_gather_out": (INDEX, 40, given("index gather"), plain(rows=9)),
 }
 
 
@@ -115,7 +122,7 @@ def test_an_op_repeats_without_python_what_python_would_launch(name, entered):
 
 
 # Members that are addresses of what a call makes or a plan holds, and so differ from call to call.
-_OWN = ("out", "lse", "lse_accum", "o_accum", "raw", "counts")
+_OWN = ("out", "lse", "lse_accum", "o_accum", "raw", "counts", "codes", "scales")
 
 
 def _settled(record, plans):

@@ -155,6 +155,7 @@ def cache(columns=656, page=PAGE):
 
 
 DECODE, TOPK_SPEC, CACHE, V41 = "v32_h16", "v32_topk_h128", "v32_kv_cache_h128", "v41_kv_cache_h64"
+INDEX = "v32_index_cache_h128"
 # Name: (spec, registers of its kernels, what makes a call's tensors, what gives a function of them).
 CALLS = {
     "decode": (DECODE, 128, decode_tensors, decode(1)),
@@ -183,6 +184,11 @@ CALLS = {
                                   "target": torch.zeros(4, 4, 1, 528, dtype=torch.uint8),
                                   "source_slots": ints(5), "target_slots": ints(5)},
                 op("kv_convert")),
+    "index write": (INDEX, 40, lambda: {"keys": torch.zeros(4, 128).bfloat16(), "k_cache": cache(132),
+                                        "slots": torch.zeros(3, dtype=torch.int64)}, op("index_write")),
+    "index gather": (INDEX, 40, lambda: {"k_cache": cache(132), "block_table": ints(2, 3), "row_starts": ints(3),
+                                         "token_starts": ints(2), "codes": torch.zeros(9, 128, dtype=torch.uint8),
+                                         "scales": torch.zeros(9)}, op("index_gather", rows=9)),
 }  # fmt: skip
 
 
@@ -259,14 +265,9 @@ def test_outputs_that_cannot_be_had_leave_the_call_to_the_checks(name, monkeypat
 
 
 def test_every_op_is_among_those_that_are_compared():
-    assert {name.removesuffix("_out") for name in SCHEMAS} == {
-        "sparse_decode",
-        "topk",
-        "kv_write",
-        "kv_read",
-        "kv_convert",
-    }
-    assert {name.split()[0] for name in CALLS} == {"decode", "topk", "write", "read", "convert"}
+    ops = {"sparse_decode", "topk", "kv_write", "kv_read", "kv_convert", "index_write", "index_gather"}
+    assert {name.removesuffix("_out") for name in SCHEMAS} == ops
+    assert {name.split()[0] for name in CALLS} == {"decode", "topk", "write", "read", "convert", "index"}
 
 
 class Subclass(torch.Tensor):

@@ -16,6 +16,7 @@ from dsagen.build import Store, build_units, find_toolchain
 from dsagen.build.entry import MARKER, MEMBERS
 from dsagen.cli import main
 from dsagen.errors import SpecError
+from dsagen.index_rule import INDEX_RULES
 from dsagen.kv_format import KV_FORMATS
 from dsagen.kv_rule import WRITE_RULES
 from dsagen.matrix import expand
@@ -54,6 +55,9 @@ def spec_mappings(draw: st.DrawFn) -> dict[str, object]:
     if "kv_cache" in ops:
         rules = st.sampled_from(sorted(WRITE_RULES))
         data["kv_write"] = {"rows": draw(st.sampled_from(["bf16", "fp16", "fp32"])), "rule": draw(rules)}
+    if "index_cache" in ops:
+        rules = st.sampled_from(INDEX_RULES)
+        data["index_write"] = {"rows": draw(st.sampled_from(["bf16", "fp16", "fp32"])), "rule": draw(rules)}
     return data
 
 
@@ -62,7 +66,10 @@ def spec_or_none(data: dict[str, object]) -> DeploymentSpec | None:
         return load_spec(data)
     except SpecError as error:
         # A refusal names the key that it is about.
-        assert any(str(key) in str(error) for key in ("model", "heads", "archs", "ops", "kv", "topk", "dims", "scores"))
+        assert any(
+            str(key) in str(error)
+            for key in ("model", "heads", "archs", "ops", "kv", "topk", "dims", "scores", "index")
+        )
         return None
 
 

@@ -23,7 +23,7 @@ README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
 
 
 # What the serving code calls loaded kernels.
-KERNELS = {"kernels", "selection", "caches", "v41", "gqa", "engine"}
+KERNELS = {"kernels", "selection", "caches", "v41", "gqa", "engine", "index_keys"}
 
 
 def blocks(language: str) -> list[str]:

@@ -148,7 +148,7 @@ def spec_mappings(draw):
         data["topk"] = draw(st.integers(1, 1 << 20))
     if data.get("extra_kv") not in (None, "none"):
         data["extra_kv"] = {"format": data["extra_kv"], "topk": 7}
-    if data["ops"] == ["indexer_logits"]:
+    if data["ops"] in (["indexer_logits"], ["index_cache"]):
         data["index"] = {
             "heads": 8 * draw(st.integers(1, 16)),
             "dim": draw(st.sampled_from([32, 64, 128])),
@@ -337,9 +337,9 @@ def test_any_mapping_is_a_spec_or_a_spec_error(data):
         ({"archs": ["sm_90a", "9.0a"]}, "f.yaml:5: archs[1] = '9.0a': is listed twice (both mean sm_90a)"),
         ({"ops": ["sparse_decoed"]}, "f.yaml:6: ops[0] = 'sparse_decoed': is no op (did you mean sparse_decode?)"),
         ({"ops": ["sparse_decode"] * 2}, "f.yaml:7: ops[1] = 'sparse_decode': is listed twice"),
-        ({"ops": None}, "f.yaml: ops: is missing: allowed are indexer_logits, kv_cache, sparse_decode, topk"),
+        ({"ops": None}, "f.yaml: ops: is missing: allowed are index_cache, indexer_logits, kv_cache, sparse_decode, topk"),
         ({"archs": None}, "f.yaml: archs: is missing: allowed are sm_80, sm_86, sm_89, sm_90a"),
-        ({"ops": []}, "f.yaml:5: ops = []: must list at least one: allowed are indexer_logits, kv_cache, sparse_decode, topk"),
+        ({"ops": []}, "f.yaml:5: ops = []: must list at least one: allowed are index_cache, indexer_logits, kv_cache, sparse_decode, topk"),
         ({"h_kv": 8}, "f.yaml:7: h_kv: is no key here: the KV heads of this rank are `kv_heads`, 1 unless given"),
         ({"num_key_value_heads": 1}, "f.yaml:7: num_key_value_heads: is no key here: the KV heads of this rank are"),
         ({"kv_heads": 8}, "f.yaml:7: kv_heads = 8: model v32 has one KV head, whose rows serve all query heads"),
