@@ -12,14 +12,19 @@ import torch
 from index_rows import EmulatedIndexCache, kernels_of, problem, spec_of
 from planted import a_race, faulty, said
 
+import dsagen
 from dsagen.check.cache_inputs import PoolShape, copy_of, whole
 from dsagen.check.index_cases import Action, IndexCacheCase
 from dsagen.check.index_run import poisoned_cache
 from dsagen.check.kv_cases import Contents
+from dsagen.check.scalar_rule import scalar_code
+from dsagen.dtype import E2M1
 from dsagen.errors import EmulatorError
-from dsagen.families.index_cache.reference import write_reference
+from dsagen.families.index_cache.reference import quantise_keys, write_reference
+from dsagen.families.indexer_logits.model_reference import STYLES, index_keys, index_queries, rope_angles
+from dsagen.families.indexer_logits.reference import logits_reference
 from dsagen.index_format import INDEX_FORMATS, index_format
-from dsagen.index_rule import index_rules_of
+from dsagen.index_rule import index_rule, index_rules_of
 
 pytestmark = pytest.mark.compile
 
@@ -69,6 +74,53 @@ def test_golden_caches_are_written(name: str, keys: str, rule: str) -> None:
     cache = pool.as_strided((len(pool), page_size, 1, size), (pool.stride(0), size, size, 1))
     EmulatedIndexCache.of(spec_of(keys, rule=rule)).index_write(x, cache, torch.arange(len(x)))
     assert pool.equal(want)
+
+
+@pytest.mark.parametrize("rule_id", ["pow2_amax_floor", "pow2_amax_floor_ties_down"])
+def test_every_boundary_between_fp4_codes(rule_id: str) -> None:
+    """Keys whose first dim is the largest number: their scale is 1, so codes are of the dims themselves."""
+    record, rule = index_format("mxfp4"), index_rule(index_format("mxfp4"), rule_id)
+    sizes = np.float32([E2M1.decode(code) for code in range(8)])
+    middles = (sizes[1:] + sizes[:-1]) / 2
+    around = [sizes, middles, np.nextafter(middles, np.float32(9)), np.nextafter(middles, np.float32(0))]
+    points = np.concatenate([*around, np.float32([2.0**-149, 1e-30])])
+    points = torch.from_numpy(np.concatenate([points, -points]))
+    x = torch.zeros(-(-len(points) // 31), 32)
+    x[:, 0] = 6.0
+    x[:, 1:] = torch.nn.functional.pad(points, (0, x[:, 1:].numel() - len(points))).view(-1, 31)
+    cache = poisoned_cache(record, 32, PoolShape(1, len(x)), 0, "cpu")
+    kernels = EmulatedIndexCache.of(spec_of("mxfp4", 32, rule_id, "fp32"))
+    kernels.index_write(x, cache, torch.arange(len(x)))
+    data = whole(cache)
+    for key, row in enumerate(x.tolist()):
+        codes = [code for byte in data[16 * key : 16 * key + 16].tolist() for code in (byte & 15, byte >> 4)]
+        assert codes == [scalar_code(rule, value) for value in row]
+    assert data[16 * len(x) :].view(-1, 4).tolist() == [[127] * 4] * len(x)
+
+
+def test_what_is_written_is_what_is_scored() -> None:
+    """A model's projections through the writer and the logits, two kernels of one spec, beside the references."""
+    ops = {"ops": ["indexer_logits", "index_cache"], "index": {"heads": 16}}
+    kernels = dsagen.load({"model": "v32", "heads": 16, "archs": ["sm_90a"], **ops}, device="emulator")
+    record, style, count = index_format("fp8"), STYLES["v32"], 30
+    generator = torch.Generator().manual_seed(3)
+    x, q = (torch.randn(*shape, 128, generator=generator).bfloat16() for shape in ((count,), (2, 16)))
+    angles, weights = rope_angles(torch.arange(count), 64, 1e4), torch.randn(2, 16, generator=generator)
+    keys = index_keys(style, x, angles, torch.ones(128), torch.zeros(128))
+    queries = index_queries(style, record, "pow2_amax_floor", q, angles[-2:], weights)
+    cache = poisoned_cache(record, 128, PoolShape(6, 7), 12, "cpu")
+    table, lens = torch.tensor([[4, 0, 5, 2, 1]], dtype=torch.int32), torch.tensor([count], dtype=torch.int32)
+    position = torch.arange(count)
+    kernels.index_write(keys, cache, table[0, position // 7] * 7 + position % 7)
+    call = queries.codes.view(1, 2, 16, 128), cache, queries.weights, lens, table
+    scores = kernels.indexer_logits(*call, max_seq_len=count, fill_neg_inf=True)
+    q8 = call[0].view(torch.float8_e4m3fn)
+    want, scored = logits_reference(q8, *call[1:], record, count)
+    assert int(scored.sum()) == 2 * count - 1 and want[scored].isfinite().all()
+    torch.testing.assert_close(scores.double(), want, rtol=1e-5, atol=1e-6)
+    codes, scales = kernels.index_gather(cache, table, torch.tensor([0, count], dtype=torch.int32), count)
+    stored, words = quantise_keys(record, keys, "pow2_amax_floor")
+    assert codes.view(torch.uint8).equal(stored) and scales.equal(words.view(torch.float32).squeeze(1))
 
 
 @pytest.mark.parametrize("action", Action)

@@ -53,7 +53,7 @@ ROOT_NAMES = {"load": "runtime", "DeploymentSpec": "spec", "__version__": "error
 
 # Where a third-party package may be imported, as path patterns below dsagen/.
 ALLOWED_IN = {
-    "torch": r"runtime/|compat/|torch_ops\.py|families/\w+/reference\.py|check/|bench/",
+    "torch": r"runtime/|compat/|torch_ops\.py|families/\w+/(model_)?reference\.py|check/|bench/",
     "cuda": r"runtime/|compat/|torch_ops\.py|check/|bench/",
     "jinja2": r"render\.py",
     "click": r"cli/",
