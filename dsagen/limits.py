@@ -108,7 +108,7 @@ CALL_RULES: Mapping[str, str] = {
     "T-14": "a tensor's values lie in strided memory as they are: no sparse or nested layout, no freed storage, no "
     "transform of torch around it, no negation that is still to be done",
     "T-15": "topk takes page_table or candidate_blocks, and page_size, table_of_row and table_starts with page_table",
-    "T-16": "explain of topk and of indexer_logits takes the width of a row",
+    "T-16": "explain of topk, indexer_logits and decode_step takes the width of a row",
     "T-17": "a cache op has the tensors that its format and its other arguments ask for: kpe_cache where rotary dims "
     "and v_cache where values have their own, k_pe where there are any, slots or a block table, slots of both pools or "
     "of neither, codes and scales or neither; a second cache, and width of its lists, where the spec declares one",
@@ -116,4 +116,6 @@ CALL_RULES: Mapping[str, str] = {
     "T-19": "the kernels whose handle an op of torch takes are loaded in this process",
     "T-20": "a drop-in module is given only what the ops can honour",
     "T-21": "indexer_logits takes max_seq_len or out",
+    "T-22": "the stages of decode_step fit each other: sizes, pages of both caches, tables, lengths, what is reused, "
+    "and the memory lent to its plan",
 }

@@ -27,7 +27,6 @@ from dsagen.plan import KernelPlan
 from dsagen.runtime import torch_ops
 from dsagen.runtime.bundled import BundledCode
 from dsagen.runtime.cache_ops import CacheOps
-from dsagen.runtime.decode_ops import DecodeOps
 from dsagen.runtime.device_kernels import DeviceKernels
 from dsagen.runtime.driver import CudaDriver, Driver
 from dsagen.runtime.emulated import DEVICE as EMULATOR
@@ -45,7 +44,6 @@ from dsagen.runtime.index_cache import OP as INDEX_CACHE_OP
 from dsagen.runtime.index_cache_ops import IndexCacheOps
 from dsagen.runtime.indexer import FORM as LOGITS_FORM
 from dsagen.runtime.indexer import OP as LOGITS_OP
-from dsagen.runtime.indexer_ops import IndexerOps
 from dsagen.runtime.kv_cache import FORMS as CACHE_FORMS
 from dsagen.runtime.kv_cache import OP as CACHE_OP
 from dsagen.runtime.launch import OpLaunches, OpRoutes
@@ -53,9 +51,9 @@ from dsagen.runtime.loader import Loader, ReadCode, device_arch, read_cubins
 from dsagen.runtime.plan_cache import PlanCache, PlanKey
 from dsagen.runtime.sparse_decode import FORM as DECODE_FORM
 from dsagen.runtime.sparse_decode import OP, DecodeBinder, SparseDecodePlan
+from dsagen.runtime.step_ops import STEP, StepOps
 from dsagen.runtime.topk import FORM as TOPK_FORM
 from dsagen.runtime.topk import OP as TOPK_OP
-from dsagen.runtime.topk_ops import TopkOps
 from dsagen.spec import DeploymentSpec, load_spec
 
 Device = int | str | torch.device
@@ -128,7 +126,7 @@ def _load_bundle(
     return Kernels(chosen.spec, device=device, archs=archs or chosen.archs, read=code, select=code.without_absent)
 
 
-class Kernels(CacheOps, DecodeOps, IndexCacheOps, IndexerOps, TopkOps):
+class Kernels(CacheOps, IndexCacheOps, StepOps):
     """Kernels of one deployment, made by `dsagen.load`. Safe to use from several threads.
 
     `open_driver` and `read` are what a test replaces: the driver, and where cubins come from. `select` makes of the
@@ -233,12 +231,19 @@ class Kernels(CacheOps, DecodeOps, IndexCacheOps, IndexerOps, TopkOps):
 
         A call of topk has batch x s_q rows of `width` scores and `topk` slots in each, one of indexer_logits s_q tokens
         of each request that see up to `width` keys, one of kv_cache or index_cache batch x s_q rows; they have no
-        splits.
+        splits. Of "decode_step", with a `width` as of indexer_logits, all stages are explained; `topk` is what it
+        selects, or with a second cache the width of the window, and `extra_topk` what it selects.
         """
-        self._require_op(op)
+        if op != STEP:
+            self._require_op(op)
         kernels = self._on(self._ordinal(device))
         facts, arch = kernels.facts, kernels.arch
         head = f"{op}: {self.spec.name} on device {kernels.ordinal} ({facts.name}, {arch}, {facts.sm_count} SMs)"
+        if op == STEP:
+            sizes = require_int("batch", batch), require_int("s_q", s_q), _required_width(op, width)
+            k, window = (topk, None) if self.spec.extra_kv is None else (extra_topk, topk)
+            text = self._explain_step(self.explain, kernels.ordinal, sizes, k, window, num_splits)
+            return f"{head}\n{text}"
         if op in (CACHE_OP, INDEX_CACHE_OP):
             rows = require_int("batch", batch) * require_int("s_q", s_q)
             explain_rows = self._explain_rows if op == CACHE_OP else self._explain_keys

@@ -12,7 +12,7 @@ from dsagen.families.sparse_decode.rows import Caches
 
 # Of each class the arch with the fewest features: copies of 16 bytes, an even deal of registers.
 CLASSES = {"99 KB": "sm_86", "163 KB": "sm_80"}
-SPECS = ("v32_h16", "v4_h16", "v41_h16", "v41_page_split_h64", "v41_fp4_h16", "contest_h16", "glm5_nope_h16")
+SPECS = ("v32_h16", "v4_h16", "v41_h16", "v41_page_split_h64", "v41_fp4_h16", "contest_attention_h16", "glm5_nope_h16")
 
 
 def plan_as(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,8 +97,8 @@ SUITES = (
     Suite("v41_fp4-sm_80", "v41_fp4_page_split_h16", "sm_80", r"values\..*|page\.(2|5)"),
     Suite("v41_fp4-h64", "v41_fp4_h16", "sm_90a", r"values\..*", changes={"heads": 64}),
     Suite("fp16-sm_90a", "v32_fp16_h16", "sm_90a", r"values\..*"),
-    Suite("bf16_split-sm_90a", "contest_h16", "sm_90a", r"(values|page|lse)\..*"),
-    Suite("bf16_split-sm_80", "contest_h16", "sm_80", r"values\..*", changes={"heads": 8}),
+    Suite("bf16_split-sm_90a", "contest_attention_h16", "sm_90a", r"(values|page|lse)\..*"),
+    Suite("bf16_split-sm_80", "contest_attention_h16", "sm_80", r"values\..*", changes={"heads": 8}),
     # Several KV heads: of latents, of keys and values apart, with parts elsewhere, two formats, several groups each.
     Suite("gla-sm_90a", "gla_h64", "sm_90a", r"(page\.(1|5|61)|ids\.o|extra).*", changes={"heads": 8}),
     Suite(

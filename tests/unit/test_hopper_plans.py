@@ -41,7 +41,7 @@ def test_without_the_knob_nothing_changes():
     [
         ("v32_h16", "sm_90a", "hopper"),
         ("v41_h32", "sm_90a", "hopper"),  # with FP4 rows in the second cache
-        ("contest_h16", "sm_90a", "hopper"),
+        ("contest_attention_h16", "sm_90a", "hopper"),
         ("v32_h64", "sm_90a", "mma_sync"),  # too many heads
         ("v32_h16", "sm_100a", "mma_sync"),  # no such products
         ("v32_h16", "sm_80", "mma_sync"),

@@ -164,7 +164,7 @@ CALLS = {
     "decode two caches": ("v4_h16", 128, two_caches, planned(100, 300, 1)),
     "decode two caches split": ("v4_h16", 128, two_caches, planned(100, 300, 2)),
     "decode one of two caches": ("v4_h16", 128, one_of_two_caches, planned(100, 0, 1)),
-    "decode two tensors": ("contest_h16", 128, two_tensors, planned(300, 0, 1)),
+    "decode two tensors": ("contest_attention_h16", 128, two_tensors, planned(300, 0, 1)),
     "topk": (TOPK_SPEC, 60, topk_tensors(500), topk_plain),
     "topk many": (TOPK_SPEC, 60, topk_tensors(20_000, rows=140), topk_plain),
     "topk planned": (TOPK_SPEC, 60, topk_tensors(500), topk_planned(500)),

@@ -23,7 +23,7 @@ README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
 
 
 # What the serving code calls loaded kernels.
-KERNELS = {"kernels", "selection", "caches", "v41", "gqa", "engine", "index_keys"}
+KERNELS = {"kernels", "selection", "caches", "v41", "gqa", "engine", "index_keys", "chain"}
 
 
 def blocks(language: str) -> list[str]:
@@ -96,6 +96,25 @@ def test_the_decode_loop_runs_on_the_emulator(shared_store: Path, monkeypatch: p
         assert written.sum(1).tolist() == [2, 2, 0]
     attended = names["attended"]
     assert bool(attended[:-1].any()) and not bool(attended[-1].any())
+
+
+@pytest.mark.compile
+def test_the_decode_step_runs_on_the_emulator(shared_store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With short requests: from the declaration to the output in 20 lines."""
+    monkeypatch.setenv("DSAGEN_CACHE_DIR", str(shared_store))
+    (code,) = (text for text in blocks("python") if "plan_decode_step" in text)
+    (declared,) = (text for text in blocks("yaml") if "v32_decode_h16" in text)
+    assert parse_spec(declared).replace(name="v32_decode_h16") == load_spec("v32_decode_h16")
+    assert len([*declared.splitlines()[1:], *code.partition("next_out")[0].splitlines()]) <= 20
+    changes = {'"v32_decode_h16")': '"v32_decode_h16", device="emulator")', "= 4, 1024, 16384,": "= 4, 12, 192,"}
+    for there, here in {**changes, "[1, 2000, 5000, longest]": "[0, 1, 100, longest]"}.items():
+        assert there in code
+        code = code.replace(there, here)
+    names: dict[str, Any] = {"dsagen": dsagen, "torch": torch}
+    exec(compile(code, "README.md", "exec"), names)
+    assert names["step_plan"].counts.flatten().tolist() == [0, 1, 100, 192]
+    assert names["step_lse"][:, 0, 0].tolist() == pytest.approx([torch.inf, 0.0, 4.60517, 5.25750], abs=1e-4)
+    assert names["next_out"].equal(names["step_out"])
 
 
 @pytest.mark.gpu
