@@ -344,10 +344,10 @@ class DeploymentSpec(_Part):
         """A validated copy with some top-level keys changed."""
         return DeploymentSpec(**{**self.to_mapping(), **changes})
 
-    def only(self, op: str) -> DeploymentSpec:
-        """A copy that declares one op, without what only others read."""
-        kept = {key: value for key, value in self.to_mapping().items() if op in READ_BY.get(key, (op,))}
-        return DeploymentSpec(**{**kept, "ops": [op]})
+    def only(self, *ops: str) -> DeploymentSpec:
+        """A copy that declares some ops, without what only others read."""
+        kept = {key: value for key, value in self.to_mapping().items() if set(ops) & set(READ_BY.get(key, ops))}
+        return DeploymentSpec(**{**kept, "ops": list(ops)})
 
 
 def load_spec(source: str | os.PathLike[str] | Mapping[str, Any] | DeploymentSpec) -> DeploymentSpec:

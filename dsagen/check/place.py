@@ -23,6 +23,9 @@ from dsagen.check.indexer_cases import Probe as LogitsProbe
 from dsagen.check.kv_cases import REPEATS as KV_REPEATS
 from dsagen.check.kv_cases import KvCase
 from dsagen.check.kv_cases import Probe as KvProbe
+from dsagen.check.step_cases import REPEATS as STEP_REPEATS
+from dsagen.check.step_cases import Probe as StepProbe
+from dsagen.check.step_cases import StepCase
 from dsagen.check.topk_cases import FAR_OUT_ELEMENTS, FAR_ROW_ELEMENTS, TopkCase
 from dsagen.check.topk_cases import REPEATS as TOPK_REPEATS
 from dsagen.check.topk_cases import Probe as TopkProbe
@@ -33,7 +36,7 @@ from dsagen.runtime.api import load
 from dsagen.runtime.emulated import EmulatorOptions
 from dsagen.spec import DeploymentSpec
 
-Case = DecodeCase | TopkCase | KvCase | LogitsCase | IndexCacheCase
+Case = DecodeCase | TopkCase | KvCase | LogitsCase | IndexCacheCase | StepCase
 # Sizes at which a case takes about a minute of two cores. Larger ones are for devices.
 MOST_COLUMN_HEADS = 50_000_000
 MOST_SCORES = 50_000_000
@@ -92,6 +95,8 @@ def too_large(spec: DeploymentSpec, case: Case) -> str:
         what, size, limit, tensor_bytes = _logits_size(spec, case)
     elif isinstance(case, IndexCacheCase):
         what, size, limit, tensor_bytes = _index_size(spec, case)
+    elif isinstance(case, StepCase):
+        what, size, limit, tensor_bytes = _step_size(spec, case)
     else:
         what, size, limit, tensor_bytes = _decode_size(spec, case)
     if size > limit:
@@ -142,3 +147,14 @@ def _logits_size(spec: DeploymentSpec, case: LogitsCase) -> tuple[str, int, int,
     pool_bytes = pages * (record.page_bytes(spec.index.dim, case.page_size) + case.pad_bytes)
     heads = case.heads or spec.index.heads
     return "keys x heads", case.rows * case.width * heads * calls, MOST_KEY_HEADS, pool_bytes
+
+
+def _step_size(spec: DeploymentSpec, case: StepCase) -> tuple[str, int, int, int]:
+    calls = STEP_REPEATS if case.probe is StepProbe.REPEATED else 1
+    assert spec.index is not None, "a case of the chain is for a spec with an index"
+    record, pages = spec.extra_kv_format or spec.kv_format, case.batch * -(-case.width // case.page_size)
+    token_bytes = index_format(spec.index.keys).record_bytes(spec.index.dim) + case.layers * record.record_bytes
+    pool_bytes = pages * (case.page_size * token_bytes + case.pad_bytes) * spec.kv_heads
+    # Attention over a column and a head takes about as long as the score of a key and a head.
+    size = case.rows * (case.width * spec.index.heads + case.layers * case.k * spec.heads) * calls
+    return "keys and columns x heads", size, MOST_KEY_HEADS, pool_bytes

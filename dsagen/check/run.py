@@ -31,6 +31,8 @@ from dsagen.check.place import Case, cuda_place, emulator_place
 from dsagen.check.probes import CaseRun, NotRunError, WrongResultError
 from dsagen.check.recording import record_report
 from dsagen.check.report import CaseResult, CheckReport
+from dsagen.check.step_cases import WINDOW, StepCase, step_cases
+from dsagen.check.step_run import StepKernels, StepRun
 from dsagen.check.topk_calls import TopkKernels, offered_modes
 from dsagen.check.topk_cases import MOST_SLOTS, TopkCase, topk_cases
 from dsagen.check.topk_run import TopkRun
@@ -42,6 +44,7 @@ from dsagen.matrix import expand
 from dsagen.plan import KernelPlan
 from dsagen.runtime.api import Kernels
 from dsagen.runtime.emulated import EmulatorOptions, require_known_device, require_options
+from dsagen.runtime.step_plan import OPS as STEP_OPS
 from dsagen.spec import DeploymentSpec, load_spec
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | DeploymentSpec
@@ -76,6 +79,8 @@ class KernelCache:
             return self._for_logits(case)
         if isinstance(case, IndexCacheCase):
             return self._for_index_cache()
+        if isinstance(case, StepCase):
+            return self._for_steps(case)
         base, empty = case.lse or (self.spec.lse.base, self.spec.lse.empty)
         determinism = "batch_invariant" if case.probe is Probe.BATCH_INVARIANT else self.spec.determinism
         topk, extra = max(self.spec.topk, case.topk), self.spec.extra_kv
@@ -124,6 +129,20 @@ class KernelCache:
             spec = spec.replace(index={**spec.to_mapping()["index"], "heads": heads})
             self._loaded[key] = self.load(spec, device=self.device)
         kernels: LogitsKernels = self._loaded[key]
+        return kernels
+
+    def _for_steps(self, case: StepCase) -> StepKernels:
+        """Kernels of a whole step, with room for the selection, and for the window where there are two caches."""
+        key = (case.k, StepCase.op, "")
+        if key not in self._loaded:
+            spec, extra = self.spec.only(*STEP_OPS), self.spec.extra_kv
+            if extra is None:
+                spec = spec.replace(topk=max(spec.topk, case.k))
+            else:
+                wide = {**extra.model_dump(), "topk": max(extra.topk, case.k)}
+                spec = spec.replace(topk=max(spec.topk, WINDOW), extra_kv=wide)
+            self._loaded[key] = self.load(spec, device=self.device)
+        kernels: StepKernels = self._loaded[key]
         return kernels
 
 
@@ -213,7 +232,7 @@ def run_cases(
     return tuple(results)
 
 
-AnyRun = CaseRun | TopkRun | KvRun | LogitsRun | IndexCacheRun
+AnyRun = CaseRun | TopkRun | KvRun | LogitsRun | IndexCacheRun | StepRun
 # What runs a case, by its type.
 RUNS: Mapping[type, Callable[..., AnyRun]] = {
     DecodeCase: CaseRun,
@@ -221,6 +240,7 @@ RUNS: Mapping[type, Callable[..., AnyRun]] = {
     KvCase: KvRun,
     LogitsCase: LogitsRun,
     IndexCacheCase: IndexCacheRun,
+    StepCase: StepRun,
 }
 
 
@@ -287,6 +307,8 @@ def cases_of(spec: DeploymentSpec, arch: str, tier: Tier, only: str | None = Non
             cases += index_cases(tier)
         else:
             cases += _decode_cases(spec, main_plan(matrix.plans()), arch, tier)
+    # The chain of them; its cases are evidence for no kernel, since each has those of its op.
+    cases += step_cases(tier) if set(STEP_OPS) <= set(spec.ops) else ()
     if only is None:
         return cases
     chosen = tuple(case for case in cases if fnmatch.fnmatchcase(case.name, only))

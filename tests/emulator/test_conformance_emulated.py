@@ -59,6 +59,13 @@ TOPK_CORE = (
     r"topk\.(data\.\w*\.k512(\.drop)?|data\.(normal|two_values)\.k512\.set|digit\.\w*\.\w*|(ids|width|window|graph|permuted|alone|layout|most_slots)(\.\w*)?"
     r"|body\.\w*\.(normal|low_21_bits))"
 )
+STEP_CORE = (
+    r"step\.(lengths\.(edges|beyond)|contents\.normal|page\.(5|5\.kv64)|next_n\d\.per_request|k\d+|splits|layers|graph)"
+)
+STEP_V41: Mapping[str, Any] = {
+    "ops": ["indexer_logits", "topk", "sparse_decode"],
+    "index": {"heads": 32, "dim": 128, "keys": "fp8"},
+}
 SMALL_GQA: Mapping[str, Any] = {"heads": 8, "kv_heads": 2}
 
 
@@ -127,6 +134,9 @@ SUITES = (
         r"logits\.(contents|place)\..*",
         changes={"scores": "bf16", "index": {"heads": 16, "dim": 64, "keys": "fp8"}},
     ),
+    # The chain: one cache and two.
+    Suite("step-sm_90a", "v32_decode_h16", "sm_90a", STEP_CORE),
+    Suite("step-two_caches", "v41_h16", "sm_90a", r"step\.(page\.64\.kv5|splits|lengths\.empty)", changes=STEP_V41),
 )
 RUNS = [pytest.param(suite, case, n % SEEDS, id=f"{suite.name}-{case.name}")
         for suite in SUITES for n, case in enumerate(suite.cases())]  # fmt: skip
@@ -156,10 +166,10 @@ def test_every_kind_of_the_quick_tier_runs() -> None:
         return {".".join(case.name.split(".")[: 1 if case.op == DecodeCase.op else 2]) for case in cases}
 
     ran = kinds(case for suite in SUITES for case in suite.cases())
-    assert ran | {"topk.repeated", "logits.repeated"} == kinds(
+    assert ran | {"topk.repeated", "logits.repeated", "step.repeated"} == kinds(
         c
         for suite in SUITES
-        if suite.name in ("v32-sm_90a", "v4-sm_90a", "topk-bf16-sm_80", "logits-sm_90a", "index-sm_90a")
+        if suite.name in ("v32-sm_90a", "v4-sm_90a", "topk-bf16-sm_80", "logits-sm_90a", "index-sm_90a", "step-sm_90a")
         for c in cases_of(suite.load(), suite.arch, "quick")
     )
 

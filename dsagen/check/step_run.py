@@ -1,0 +1,336 @@
+"""Running one case of a decode step: the chain is held to the composition of its stages' references.
+
+Scores that are exact are compared to the bit. Whatever the scores are, what was selected has to be the exact top-k of
+them, and attention has to be over that. What nothing may read, unselected tokens of the KV cache among it, is NaN.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from dsagen.check.cache import allocate_cache, natural_rule, quantise_rows, write_tokens
+from dsagen.check.compare import Gates, compare_decode
+from dsagen.check.indexer_cases import Contents, LogitsCase
+from dsagen.check.indexer_inputs import LogitsInputs
+from dsagen.check.indexer_inputs import make_inputs as make_index_inputs
+from dsagen.check.outputs import DecodeOutputs
+from dsagen.check.probes import WrongResultError, cache_arguments
+from dsagen.check.step_cases import REPEATS, WINDOW, WINDOW_TOKENS, Probe, StepCase
+from dsagen.check.topk_run import Run, cuda_capture
+from dsagen.families.indexer_logits.reference import limits_reference, logits_reference
+from dsagen.families.sparse_decode.reference import Source, sparse_decode_reference
+from dsagen.families.topk.reference import topk_reference, translate_reference
+from dsagen.index_format import index_format
+from dsagen.kv_format import KvFormat
+from dsagen.spec import DeploymentSpec
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_INTEGERS = {torch.float32: (torch.int32, 0x7FDEAD55), torch.bfloat16: (torch.int16, 0x7FD5)}
+_POISON = -77
+_REPLAYS = 3
+# Errors of scores that are not exact, against the largest of their row.
+_SCORE_ERROR = {torch.float32: 2.0**-16, torch.bfloat16: 2.0**-7}
+_GROUP_DIMS = 128
+
+
+class StepKernels(Protocol):
+    """What a check needs of loaded kernels; `dsagen.load` gives it."""
+
+    @property
+    def spec(self) -> DeploymentSpec: ...  # noqa: D102
+    def prepare(self) -> None: ...  # noqa: D102
+    def plan_decode_step(self, batch: int, next_n: int, max_seq_len: int, **options: Any) -> Any: ...  # noqa: D102
+    def decode_step(self, q: Tensor, k_cache: Tensor, **options: Any) -> tuple[Tensor, Tensor]: ...  # noqa: D102
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Attention of one layer: q, the cache that is selected from, and beside it the window where there are two."""
+
+    q: Tensor
+    record: KvFormat
+    caches: Mapping[str, Tensor]
+    window: Source | None
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """A step's tensors: those of the indexer, the KV cache's own table where it has one, and each layer's."""
+
+    index: LogitsInputs
+    kv_table: Tensor | None
+    layers: tuple[Layer, ...]
+
+    def copy_from(self, other: StepInputs) -> None:
+        """Take another's contents, in place."""
+        self.index.copy_from(other.index)
+        pairs = [(self.kv_table, other.kv_table)]
+        for mine, theirs in zip(self.layers, other.layers, strict=True):
+            pairs.append((mine.q, theirs.q))
+            pairs += [(cache, theirs.caches[name]) for name, cache in mine.caches.items()]
+            if mine.window is not None and theirs.window is not None:
+                assert isinstance(mine.window.caches, Mapping) and isinstance(theirs.window.caches, Mapping)
+                pairs.append((mine.window.indices, theirs.window.indices))
+                pairs += [(cache, theirs.window.caches[name]) for name, cache in mine.window.caches.items()]
+        for into, new in pairs:
+            if into is not None and new is not None:
+                into.copy_(new)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What a step should select: `ids` int64 [rows, k] in order, then -1, and `counts` int64 [rows] of them."""
+
+    ids: Tensor
+    counts: Tensor
+
+
+@dataclass(frozen=True)
+class StepRun:
+    """One case on one device. `kernels` loads the kernels that the case needs; `seed` decides every draw."""
+
+    case: StepCase
+    kernels: Callable[[StepCase], StepKernels]
+    device: torch.device
+    seed: int
+    capture: Callable[[Run, torch.device], Run] = field(default=cuda_capture)
+
+    def run(self) -> None:
+        """Run and compare. WrongResultError for a wrong result, NotRunError for want of a device."""
+        case, kernels = self.case, self.kernels(self.case)
+        inputs = self.inputs(kernels)
+        options: dict[str, Any] = {"k": case.k, "num_splits": case.num_splits}
+        if case.probe is Probe.REPEATED:
+            options["determinism"] = "order"
+        if kernels.spec.extra_kv is not None:
+            options["window"] = WINDOW
+        plan = kernels.plan_decode_step(case.batch, case.next_n, case.width, **options)
+        outputs = self.outputs(kernels)
+
+        def call() -> None:
+            self.call(kernels, plan, inputs, outputs)
+
+        if case.probe is Probe.GRAPH:
+            self._replay(kernels, plan, inputs, outputs, call)
+            return
+        self.poison(plan, outputs)
+        call()
+        first = [tensor.clone() for tensor in _bits(plan, outputs)]
+        self.compare(kernels, plan, inputs, outputs)
+        for number in range(2, 1 + (REPEATS if case.probe is Probe.REPEATED else 1)):
+            self.poison(plan, outputs)
+            call()
+            for was, now in zip(first, _bits(plan, outputs), strict=True):
+                if not torch.equal(was, now):
+                    raise WrongResultError(f"run {number} differs from the first")
+
+    # ---- inputs
+
+    def inputs(self, kernels: StepKernels, variation: int = 0) -> StepInputs:
+        """The inputs of the case, or others of the same shapes."""
+        case, spec = self.case, kernels.spec
+        generator = torch.Generator(self.device)
+        generator.manual_seed(zlib.crc32(f"{self.seed} {case.name} {variation}".encode()))
+        assert spec.index is not None, "a spec with the op has an index"
+        logits = LogitsCase(
+            case.name, case.batch, case.next_n, case.width, case.page_size, case.pad_bytes,
+            contents=case.contents, lengths=case.lengths,
+        )  # fmt: skip
+        index = make_index_inputs(logits, index_format(spec.index.keys), spec.index, generator)
+        pages, page_size, table = int(index.k_cache.shape[0]), case.page_size, None
+        if case.kv_page_size is not None:
+            page_size = case.kv_page_size
+            columns = -(-case.width // page_size)
+            pages = case.batch * columns + 1
+            order = torch.randperm(pages, device=self.device, generator=generator)
+            table = order[: case.batch * columns].int().view(case.batch, columns)
+        slots = self._readable(kernels, index, table, page_size)
+        layers = tuple(self._layer(spec, pages, page_size, slots, generator) for _ in range(case.layers))
+        return StepInputs(index, table, layers)
+
+    def _readable(self, kernels: StepKernels, index: LogitsInputs, table: Tensor | None, page_size: int) -> Tensor:
+        """Slots of the KV cache that hold tokens: those that are selected, or where scores are not exact all."""
+        case = self.case
+        width = case.k if case.contents is Contents.INTEGER else case.width
+        wanted, _ = self._scores(kernels, index)
+        ids = self._select(wanted, index, table, page_size, width).ids
+        found: Tensor = torch.unique(ids[ids >= 0])
+        return found
+
+    def _layer(
+        self, spec: DeploymentSpec, pages: int, page_size: int, slots: Tensor, generator: torch.Generator
+    ) -> Layer:
+        case, record = self.case, spec.extra_kv_format or spec.kv_format
+        caches = self._cache(spec, record, pages, page_size, slots, generator)
+        shape = (case.batch, case.next_n, spec.heads, record.d_qk)
+        q = torch.randn(shape, device=self.device, generator=generator).bfloat16()
+        if spec.extra_kv_format is None:
+            return Layer(q, record, caches, None)
+        tokens = torch.arange(WINDOW_TOKENS, device=self.device)
+        window = self._cache(spec, spec.kv_format, -(-WINDOW_TOKENS // 16), 16, tokens, generator)
+        ids = torch.randint(
+            -1, WINDOW_TOKENS, (case.batch, case.next_n, WINDOW), device=self.device, generator=generator
+        )
+        return Layer(q, record, caches, Source(spec.kv_format, window, ids.int()))
+
+    def _cache(
+        self,
+        spec: DeploymentSpec,
+        record: KvFormat,
+        pages: int,
+        page_size: int,
+        slots: Tensor,
+        generator: torch.Generator,
+    ) -> dict[str, Tensor]:
+        """A cache with rows at some slots, one for each KV head; everything else is poison."""
+        heads = spec.kv_heads
+        caches = allocate_cache(record, pages, page_size * heads, self.device)
+        rows = (slots[:, None] * heads + torch.arange(heads, device=self.device)).flatten()
+        x = torch.randn((rows.numel(), record.row_dims), device=self.device, generator=generator) / 10
+        write_tokens(record, caches, rows, quantise_rows(record, x.clamp(-1, 1).bfloat16(), natural_rule(record)))
+        return {name: cache.view(pages, page_size, heads, -1) for name, cache in caches.items()}
+
+    # ---- the call
+
+    def outputs(self, kernels: StepKernels) -> list[DecodeOutputs]:
+        """Outputs of each layer."""
+        spec, case = kernels.spec, self.case
+        return [
+            DecodeOutputs.make(case.batch, case.next_n, spec.heads, spec.dims.d_v, self.device)
+            for _ in range(case.layers)
+        ]
+
+    def poison(self, plan: Any, outputs: list[DecodeOutputs]) -> None:
+        """As if nothing had been written."""
+        integer, poison = _INTEGERS[plan.scores.dtype]
+        plan.scores.view(integer).fill_(poison)
+        plan.ids.fill_(_POISON)
+        plan.counts.fill_(_POISON)
+        for output in outputs:
+            output.out.poison_again()
+            output.lse_rows.poison_again()
+
+    def call(self, kernels: StepKernels, plan: Any, inputs: StepInputs, outputs: list[DecodeOutputs]) -> None:
+        """All layers of the step, on the current stream."""
+        index = dict(zip(("index_q", "index_cache", "weights", "context_lens", "block_table"), inputs.index.tensors,
+                         strict=True))  # fmt: skip
+        if inputs.kv_table is not None:
+            index["kv_block_table"] = inputs.kv_table
+        for number, (layer, output) in enumerate(zip(inputs.layers, outputs, strict=True)):
+            arguments = layer_arguments(layer)
+            selecting: dict[str, Any] = {"reuse_ids": True} if number else dict(index)
+            options = {**arguments, **selecting, "softmax_scale": layer.record.d_qk**-0.55}
+            out, lse = kernels.decode_step(layer.q, plan=plan, out=output.out.view, lse=output.lse, **options)
+            if (out.data_ptr(), lse.data_ptr()) != (output.out.view.data_ptr(), output.lse.data_ptr()):
+                raise WrongResultError("the step did not return the outputs that it was given")
+
+    def _replay(
+        self, kernels: StepKernels, plan: Any, inputs: StepInputs, outputs: list[DecodeOutputs], call: Run
+    ) -> None:
+        kernels.prepare()
+        replay = self.capture(call, self.device)
+        for variation in range(_REPLAYS):
+            inputs.copy_from(self.inputs(kernels, variation))
+            self.poison(plan, outputs)
+            replay()
+            self.compare(kernels, plan, inputs, outputs)
+
+    # ---- the comparison
+
+    def compare(self, kernels: StepKernels, plan: Any, inputs: StepInputs, outputs: list[DecodeOutputs]) -> None:
+        """WrongResultError for the first stage that does not give what its reference does."""
+        case, spec, index = self.case, kernels.spec, inputs.index
+        self._compare_scores(kernels, plan.scores, index)
+        page_size = int(next(iter(inputs.layers[0].caches.values())).shape[1])
+        want = self._select(plan.scores, index, inputs.kv_table, page_size, case.k)
+        found, counts = plan.ids.view(case.rows, case.k).long(), plan.counts.view(-1).long()
+        _require_equal("counts", counts[:, None], want.counts[:, None])
+        behind = torch.arange(case.k, device=self.device) >= want.counts[:, None]
+        _require_equal("ids behind the count", found.masked_fill(~behind, -1), torch.full_like(found, -1))
+        _require_equal("ids as a set", found.sort(1).values, want.ids.sort(1).values)
+        if case.probe is Probe.REPEATED:
+            _require_equal("ids in order", found, want.ids)
+        for number, (layer, output) in enumerate(zip(inputs.layers, outputs, strict=True)):
+            problem = self._attention_problem(spec, layer, plan.ids, output)
+            if problem:
+                raise WrongResultError(f"layer {number}: {problem}")
+
+    def _attention_problem(self, spec: DeploymentSpec, layer: Layer, ids: Tensor, output: DecodeOutputs) -> str:
+        selected = Source(layer.record, layer.caches, ids)
+        first, extra = (selected, None) if layer.window is None else (layer.window, selected)
+        want = sparse_decode_reference(
+            layer.q, first.record, first.caches, first.indices, sm_scale=layer.record.d_qk**-0.55,
+            lse_base=spec.lse.base, empty_lse=float(spec.lse.empty), extra=extra,
+        )  # fmt: skip
+        out, lse = output.rows()
+        group_dims = layer.record.scale_group_dims or _GROUP_DIMS
+        gates = Gates().for_logits(want.peak)
+        compared = compare_decode(out, lse, want.out, want.lse, group_dims, gates)
+        # Last, since it poisons what was written.
+        written = output.out.written_outside() + output.lse_rows.written_outside() if compared.passed else 0
+        return compared.problem or (f"{written} elements outside of the outputs were written" if written else "")
+
+    def _scores(self, kernels: StepKernels, index: LogitsInputs) -> tuple[Tensor, Tensor]:
+        """The reference's scores as the kernels' dtype holds them, and which of them are scored."""
+        spec, case = kernels.spec, self.case
+        assert spec.index is not None
+        record = index_format(spec.index.keys)
+        scores, scored = logits_reference(*index.tensors, record, case.width, unscored_up_to=case.k)
+        return scores.to(_DTYPES[str(spec.scores)]), scored
+
+    def _select(self, scores: Tensor, index: LogitsInputs, table: Tensor | None, page_size: int, k: int) -> Selection:
+        """The exact top-k of scores, as ids of the KV cache."""
+        case = self.case
+        lengths = limits_reference(index.context_lens, case.batch, case.next_n, case.width).flatten()
+        rows = torch.arange(case.rows, device=self.device) // case.next_n
+        chosen, counts = topk_reference(scores, k, lengths=lengths)
+        page_table = index.block_table if table is None else table
+        return Selection(
+            translate_reference(chosen, page_table=page_table, page_size=page_size, table_of_row=rows), counts
+        )
+
+    def _compare_scores(self, kernels: StepKernels, found: Tensor, index: LogitsInputs) -> None:
+        want, scored = self._scores(kernels, index)
+        integer, poison = _INTEGERS[found.dtype]
+        stray = ~scored & (found.view(integer) != poison)
+        if bool(stray.any()):
+            row, column = stray.nonzero()[0].tolist()
+            raise WrongResultError(f"scores[{row}, {column}]: was written, and nothing should score it")
+        if self.case.contents is Contents.INTEGER:
+            wrong = scored & (found != want)
+        else:
+            largest = want.masked_fill(~scored, 0.0).abs().amax(1, keepdim=True).float()
+            wrong = scored & ~((found.float() - want.float()).abs() <= largest * _SCORE_ERROR[found.dtype])
+        if bool(wrong.any()):
+            row, column = wrong.nonzero()[0].tolist()
+            values = f"{float(found[row, column]):.9g}, expected {float(want[row, column]):.9g}"
+            raise WrongResultError(f"scores[{row}, {column}] = {values}; {int(wrong.sum())} differ")
+
+
+def layer_arguments(layer: Layer) -> dict[str, Tensor]:
+    """The caches of a layer under the names of their arguments."""
+    nothing = torch.empty(0)
+    selected = Source(layer.record, layer.caches, nothing)
+    if layer.window is None:
+        return cache_arguments(selected)
+    return {**cache_arguments(layer.window), **cache_arguments(selected, "extra_"), "indices": layer.window.indices}
+
+
+def _bits(plan: Any, outputs: list[DecodeOutputs]) -> list[Tensor]:
+    """What a step wrote, to be compared to the bit."""
+    return [plan.ids, plan.counts, *(bits for output in outputs for bits in output.bits())]
+
+
+def _require_equal(what: str, found: Tensor, want: Tensor) -> None:
+    if not torch.equal(found, want):
+        row, column = (found != want).nonzero()[0].tolist()
+        count = int((found != want).sum())
+        raise WrongResultError(
+            f"{what}: [{row}, {column}] = {int(found[row, column])}, expected {int(want[row, column])}; {count} differ"
+        )
