@@ -8,6 +8,7 @@ expected to be non-negative.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -108,6 +109,17 @@ def require_bool(name: str, value: object) -> bool:
         found = f"{value!r} ({type(value).__name__})"
         raise GuardError(f"[T-12] {name}: expected True or False, found {found}: pass a bool")
     return value
+
+
+def rename(error: GuardError, names: Mapping[str, str]) -> GuardError:
+    """The error in the words of a caller: each name of an argument replaced by the one that the caller has for it.
+
+    Only where a message says it as a name: ahead of everything, before a method or an index, and beside its device or
+    memory.
+    """
+    word = rf"(?:{'|'.join(sorted(names, key=len, reverse=True))})\b"
+    pattern = rf"(?<=\] ){word}|(?<=that of ){word}|\b{word}(?=\.\w|\[| is on )"
+    return GuardError(re.sub(pattern, lambda found: names[found[0]], str(error)))
 
 
 def _printable(value: object) -> object:

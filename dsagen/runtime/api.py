@@ -196,6 +196,11 @@ class Kernels(CacheOps, IndexCacheOps, StepOps):
         """Where plans are made unless they name another device."""
         return self._driver.torch_device(self._default)
 
+    @property
+    def sm_count(self) -> int:
+        """Multiprocessors of `device`, which calls are shared among."""
+        return self._on(self._default).facts.sm_count
+
     def prepare(self, devices: Iterable[Device] | None = None) -> None:
         """Compile and load every kernel of the deployment on the given devices (default: `device`).
 

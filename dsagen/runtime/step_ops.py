@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dsagen.errors import FrozenError, GuardError
 from dsagen.families.indexer_logits.op import SIZE_GUARDS as LOGITS_SIZES
 from dsagen.families.indexer_logits.op import LogitsShape, size_values
-from dsagen.guard import check, require_bool, require_int
+from dsagen.guard import check, rename, require_bool, require_int
 from dsagen.runtime.decode_ops import DecodeOps
 from dsagen.runtime.indexer import index_of
 from dsagen.runtime.indexer_ops import IndexerOps
@@ -194,7 +193,7 @@ class StepOps(IndexerOps, TopkOps, DecodeOps):
                 out=plan.scores,
             )
         except GuardError as error:
-            _rename(error, _INDEXER_NAMES)
+            raise rename(error, _INDEXER_NAMES) from None
         assert lengths is not None, "the indexer has refused it"
         try:
             self.topk(
@@ -210,7 +209,7 @@ class StepOps(IndexerOps, TopkOps, DecodeOps):
                 counts=plan.flat_counts,
             )
         except GuardError as error:
-            _rename(error, _TOPK_NAMES)
+            raise rename(error, _TOPK_NAMES) from None
         plan.has_ids = True
 
     def _step_shape(
@@ -380,9 +379,3 @@ def _lengths_of_tokens(plan: DecodeStepPlan, context_lens: torch.Tensor) -> torc
         # As it is, for the indexer to refuse by its rules.
         return context_lens
     return torch.sub(context_lens[:, None], plan.behind, out=plan.token_lengths)
-
-
-def _rename(error: GuardError, names: Mapping[str, str]) -> NoReturn:
-    """The error of a stage in the names of a step."""
-    words = "|".join(names)
-    raise GuardError(re.sub(rf"\b({words})\b", lambda found: names[found[0]], str(error))) from None
