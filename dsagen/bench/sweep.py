@@ -6,15 +6,19 @@ from collections.abc import Sequence
 
 import torch
 
-from dsagen.bench import run, topk_run
+from dsagen.bench import run, step_run, topk_run
 from dsagen.bench.axes import SweepAxes
 from dsagen.bench.figures import DecodeFigures, Figures
 from dsagen.bench.run import Progress, Records, Wrong, raise_wrong
+from dsagen.bench.step_figures import StepFigures
 from dsagen.bench.topk_figures import TopkFigures
 from dsagen.errors import DeviceError, SpecError
+from dsagen.runtime.step_plan import OPS as STEP_OPS
 from dsagen.spec import DeploymentSpec
 
 MEASURED_OPS = (DecodeFigures.op, TopkFigures.op)
+# Of specs with all of a step's ops, the whole as well.
+MEASURED = (*MEASURED_OPS, StepFigures.op)
 
 
 def run_sweep(
@@ -26,8 +30,9 @@ def run_sweep(
     progress: Progress = lambda _: None,
     wrong: Wrong = raise_wrong,
     axes: SweepAxes = SweepAxes(),  # noqa: B008
+    only: str | None = None,
 ) -> list[Figures]:
-    """Measure every case of the specs' ops on the current device.
+    """Measure every case of the specs' ops, or of `only` one of MEASURED, on the current device.
 
     `records` maps a case's key to the GPU time of its last record; `axes` gives other cases of sparse decode, and
     nothing but that is measured. Cases with a wrong output are left out, and what is wrong goes to `wrong`, which
@@ -41,18 +46,30 @@ def run_sweep(
                 "leave it out"
             )
     known = records or {}
-    decoding = [spec for spec in specs if DecodeFigures.op in spec.ops]
+    measured = MEASURED if only is None else (only,)
+    for spec in specs:
+        if only is not None and not set(_ops_of(only)) <= set(spec.ops):
+            raise SpecError(f"{spec.name}: {only} takes {', '.join(_ops_of(only))}, which its ops lack: leave it out")
+    decoding = [spec for spec in specs if DecodeFigures.op in spec.ops and DecodeFigures.op in measured]
     figures: list[Figures] = list(
         run.sweep_decode(
             decoding, with_peers=with_peers, seed=seed, records=known, progress=progress, wrong=wrong, axes=axes
         )
     )
     for spec in specs:
-        if TopkFigures.op in spec.ops and not axes:
+        if TopkFigures.op in spec.ops and TopkFigures.op in measured and not axes:
             figures += topk_run.sweep_topk(
                 spec, with_peers=with_peers, seed=seed, records=known, progress=progress, wrong=wrong
             )
+    for spec in specs:
+        if set(_ops_of(StepFigures.op)) <= set(spec.ops) and StepFigures.op in measured and not axes:
+            figures += step_run.sweep_steps(spec, seed=seed, records=known, progress=progress, wrong=wrong)
     return figures
+
+
+def _ops_of(name: str) -> tuple[str, ...]:
+    """The ops that a spec needs for what is measured."""
+    return STEP_OPS if name == StepFigures.op else (name,)
 
 
 def current_device_name() -> str:

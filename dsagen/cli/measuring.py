@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 @click.command()
 @specs_argument()
 @click.option("--peers", is_flag=True, help="Measure other libraries on the same inputs, in the same process.")
+@click.option(
+    "--op",
+    type=click.Choice(["sparse_decode", "topk", "decode_step"]),
+    help="Measure this alone.  [default: all that the SPECs have]",
+)
 @click.option("--host", is_flag=True, help="Measure what a call costs the host, by op and launcher, and nothing else.")
 @click.option("--batch", metavar="N,...", help="Batches of sparse decode, in place of the case list's.")
 @click.option("--s-q", metavar="N,...", help="Query tokens of a request, likewise.")
@@ -39,6 +44,7 @@ if TYPE_CHECKING:
 def bench(
     specs: tuple[str, ...],
     peers: bool,
+    op: str | None,
     host: bool,
     batch: str | None,
     s_q: str | None,
@@ -67,14 +73,16 @@ def bench(
     )
     loaded = _specs(specs, axes)
     if host:
-        others = {"--peers": peers, "--record": record is not None, "--plot": plot is not None}
+        others = {"--peers": peers, "--op": op is not None, "--record": record is not None, "--plot": plot is not None}
         _require_alone("--host", others | {"--recorded": recorded})
         _bench_host(loaded, quiet, as_json)
     elif recorded:
-        _require_alone("--recorded", {"--peers": peers})
+        _require_alone("--recorded", {"--peers": peers, "--op": op is not None})
         _show_recorded(loaded, plot, record, as_json)
     else:
-        _bench(loaded, axes, peers, plot, record, quiet, as_json)
+        if axes and op not in (None, "sparse_decode"):
+            raise SpecError(f"--op {op}: a sweep is of sparse_decode: leave either out")
+        _bench(loaded, axes, peers, op, plot, record, quiet, as_json)
 
 
 def _specs(names: Sequence[str], axes: SweepAxes) -> list[DeploymentSpec]:
@@ -95,6 +103,7 @@ def _bench(
     specs: Sequence[DeploymentSpec],
     axes: SweepAxes,
     peers: bool,
+    op: str | None,
     plot: Path | None,
     record: Path | None,
     quiet: bool,
@@ -106,7 +115,7 @@ def _bench(
     records = last_times_us(current_device_name(), record)
     wrong: list[str] = []
     figures = run_sweep(
-        specs, with_peers=peers, records=records, progress=_progress(quiet), wrong=wrong.append, axes=axes
+        specs, with_peers=peers, records=records, progress=_progress(quiet), wrong=wrong.append, axes=axes, only=op
     )
     files: set[Path] = set()
     for spec in specs:

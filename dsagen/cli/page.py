@@ -241,6 +241,8 @@ def _memory_chart(cases: Sequence[Mapping[str, Any]], ceilings: DeviceFigures | 
 def _case_name(case: Mapping[str, Any]) -> str:
     """A case by what tells it from the others."""
     parts = case["case"]
+    if "requests" in parts:
+        return f"step of {parts['requests']} x {parts.get('next_n')}, {parts.get('context')} keys"
     if "rows" in parts:
         return f"{parts['rows']} x {parts.get('width')}, k {parts.get('k')}, {parts.get('mode')}"
     return f"batch {parts.get('batch')}" + (f" x {parts['s_q']}" if parts.get("s_q", 1) != 1 else "")

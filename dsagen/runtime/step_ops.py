@@ -169,6 +169,14 @@ class StepOps(IndexerOps, TopkOps, DecodeOps):
             shape, str(self.spec.scores), *self._stage_bytes(shape, widths, num_splits, ordinal)
         ).total_bytes
 
+    def decode_step_slugs(self, plan: DecodeStepPlan) -> tuple[str, ...]:
+        """Names of the kernels that steps of a plan take, in the order of their launches."""
+        on = self._on(plan._ordinal)
+        scored = on.by_role["indexer_logits", "main"][0].slug
+        selected = self.topk_slugs(plan.scores, k=plan.shape.k)
+        combine = (on.combine.slug,) if plan.attention.partition.combine_ctas else ()
+        return (scored, *selected, plan.attention.main_slug, *combine)
+
     def _select(
         self,
         plan: DecodeStepPlan,

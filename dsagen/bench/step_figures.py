@@ -1,0 +1,148 @@
+"""What a measurement of a decode step says: the whole, its stages, the floor and the goal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+from dsagen.arch import DeviceFigures
+from dsagen.bench.figures import PeerFigure, is_slower, number
+from dsagen.bench.step_data import StepBenchCase
+from dsagen.plan import KernelPlan
+from dsagen.spec import DeploymentSpec
+
+# KV format, heads, requests, context: us on the device; the sum of the fastest other libraries there is 35, 120, 695.
+GOAL_DEVICE = "NVIDIA H200"
+GOALS_US: Mapping[tuple[str, int, int, int], float] = {
+    ("v32", 16, 1, 128 << 10): 25.0,
+    ("v32", 16, 16, 128 << 10): 105.0,
+    ("v32", 16, 128, 128 << 10): 672.0,
+}
+STAGES = ("indexer", "top-k", "attention")
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """One step on one device.
+
+    `gpu_us` is GPU time of the step from graph replay over `input_sets` input sets, `spread` its relative p10..p90
+    distance; `stage_us` are those of its stages, each by itself; `issue_us` and `wall_us` are CPU and wall time of an
+    eager step. `floor_us` is None on a device without measured ceilings. `slugs` name the kernels that ran.
+    """
+
+    spec: str
+    slugs: tuple[str, ...]
+    device: str
+    arch: str
+    case: StepBenchCase
+    gpu_us: float
+    spread: float
+    input_sets: int
+    stage_us: tuple[float, float, float]
+    issue_us: float
+    wall_us: float
+    floor_us: float | None
+    record_us: float | None = None
+    peers: tuple[PeerFigure, ...] = ()
+
+    op: ClassVar[str] = "decode_step"
+    header: ClassVar[tuple[str, ...]] = (
+        "requests",
+        "next_n",
+        "context",
+        "k",
+        "GPU us",
+        "spread",
+        *(f"{stage} us" for stage in STAGES),
+        "floor us",
+        "x floor",
+        "goal us",
+        "issue us",
+        "wall us",
+        "last us",
+    )
+
+    @property
+    def title(self) -> str:
+        """The case in words."""
+        case = self.case
+        tokens = f" x {case.next_n} tokens" if case.next_n > 1 else ""
+        return f"step of {case.requests} requests{tokens}, {case.context} keys, k {case.selected}"
+
+    @property
+    def goal_us(self) -> float | None:
+        """GPU time to reach; None without a goal for the case, or on another device."""
+        case = self.case
+        goal = GOALS_US.get((case.kv_format, case.heads, case.requests, case.context))
+        applies = self.device == GOAL_DEVICE and case.next_n == 1 and case.index_heads == 64 and case.selected == 2048
+        return goal if applies else None
+
+    @property
+    def missed(self) -> tuple[str, ...]:
+        """The goal, where it is not reached."""
+        late = self.goal_us is not None and self.gpu_us > self.goal_us
+        return (f"{self.gpu_us:.1f} us, goal {self.goal_us:.1f} us",) if late else ()
+
+    @property
+    def floor_ratio(self) -> float | None:
+        """GPU time over the floor."""
+        return None if self.floor_us is None else self.gpu_us / self.floor_us
+
+    @property
+    def slower(self) -> bool:
+        """Whether the case takes notably longer than its last record."""
+        return is_slower(self.gpu_us, self.record_us)
+
+    def cells(self) -> tuple[str, ...]:
+        """The table's row."""
+        case = self.case
+        return (
+            str(case.requests),
+            str(case.next_n),
+            str(case.context),
+            str(case.selected),
+            f"{self.gpu_us:.1f}",
+            f"{self.spread:.1%}",
+            *(f"{stage:.1f}" for stage in self.stage_us),
+            number(self.floor_us, ".1f"),
+            number(self.floor_ratio, ".2f"),
+            number(self.goal_us, ".1f"),
+            f"{self.issue_us:.1f}",
+            f"{self.wall_us:.1f}",
+            number(self.record_us, ".1f"),
+        )
+
+    def measured_spec(self, spec: DeploymentSpec) -> DeploymentSpec:
+        """The spec itself."""
+        return spec
+
+    def took_part(self, plan: KernelPlan) -> bool:
+        """Whether it is one of the case's kernels."""
+        return plan.slug in self.slugs
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for `--json` and evidence."""
+        return {
+            "spec": self.spec,
+            "slugs": list(self.slugs),
+            "device": self.device,
+            "case": self.case.to_json(),
+            "gpu_us": round(self.gpu_us, 3),
+            "spread": round(self.spread, 4),
+            "input_sets": self.input_sets,
+            "stage_us": {name: round(us, 3) for name, us in zip(STAGES, self.stage_us, strict=True)},
+            "issue_us": round(self.issue_us, 2),
+            "wall_us": round(self.wall_us, 2),
+            "floor_us": None if self.floor_us is None else round(self.floor_us, 3),
+            "goal_us": self.goal_us,
+            "missed": list(self.missed),
+            "record_us": self.record_us,
+            "peers": [asdict(peer) for peer in self.peers],
+        }
+
+
+def step_floor_us(case: StepBenchCase, figures: DeviceFigures) -> float:
+    """The larger of the time to read keys and selected rows once, and that of all products, in us."""
+    compute = case.flops / figures.bf16_flops_per_second
+    return max(compute, case.read_bytes / figures.dram_read_bytes_per_second) * 1e6

@@ -1,0 +1,166 @@
+"""Measuring decode steps: what was selected and attended to is verified, then the whole and its stages are timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import dsagen
+from dsagen.arch import arch_for_capability
+from dsagen.bench.figures import CaseKey, case_key, figures_of
+from dsagen.bench.step_data import StepBenchCase, StepBenchInputs, make_pools, step_cases, step_inputs
+from dsagen.bench.step_figures import StepFigures, step_floor_us
+from dsagen.bench.timing import Call, eager_cost_us, graph_time_us, input_sets_for
+from dsagen.check.compare import Gates, compare_decode
+from dsagen.errors import CheckFailed
+from dsagen.families.indexer_logits.reference import logits_reference
+from dsagen.families.sparse_decode.reference import sparse_decode_reference
+from dsagen.families.topk.reference import topk_reference, translate_reference
+from dsagen.index_format import index_format
+from dsagen.spec import DeploymentSpec
+
+# Requests that the pools have room for, and query tokens whose scores and attention are verified.
+POOL_REQUESTS, CHECKED_ROWS = 128, 4
+# Sets of small steps that are kept at most; those of one request then read 290 MB in turn.
+MOST_SETS = 16
+# fp32 sums over heads and dims, against the largest score of a row; scores in bf16 are rounded to 2^-9.
+_SCORE_ERROR = {torch.float32: 2.0**-16, torch.bfloat16: 2.0**-7}
+_GROUP_DIMS = 128
+
+
+def sweep_steps(
+    spec: DeploymentSpec,
+    *,
+    seed: int,
+    records: Mapping[CaseKey, float],
+    progress: Callable[[str], None],
+    wrong: Callable[[str], None],
+) -> list[StepFigures]:
+    """Every case of the spec on the current device. What is wrong with a step goes to `wrong`, and it is not timed."""
+    kernels = dsagen.load(spec)
+    kernels.prepare()
+    cases = step_cases(spec)
+    pools = make_pools(cases[0], POOL_REQUESTS, device=kernels.device)
+    figures: list[StepFigures] = []
+    for case in cases:
+        inputs = step_inputs(case, pools, input_sets_for(case.read_bytes, most=MOST_SETS), seed=seed)
+        try:
+            found = measure_step(kernels, case, inputs)
+        except CheckFailed as error:
+            wrong(str(error))
+            continue
+        progress(f"{spec.name}: {found.title}: {found.gpu_us:.1f} us")
+        figures.append(replace(found, record_us=records.get(case_key(case.to_json()))))
+    return figures
+
+
+def measure_step(kernels: Any, case: StepBenchCase, inputs: Sequence[StepBenchInputs]) -> StepFigures:
+    """Verify the step of the first input set, then time all. CheckFailed for a wrong one."""
+    # A plan belongs to one stream: one for the graphs', one for the current stream.
+    graph_plan, eager_plan = (
+        kernels.plan_decode_step(case.requests, case.next_n, case.context, k=case.selected) for _ in range(2)
+    )
+    eager = step_calls(kernels, case, eager_plan, inputs)
+    out, lse = eager[0]()
+    problem = step_problem(kernels.spec, case, inputs[0], eager_plan, out, lse)
+    if problem:
+        raise CheckFailed(f"{kernels.spec.name}: {case}: {problem}; it was not timed")
+    timing = graph_time_us(step_calls(kernels, case, graph_plan, inputs))
+    stages = stage_calls(kernels, case, graph_plan, inputs)
+    indexer, selection, attention = (graph_time_us(calls).median_us for calls in stages)
+    issue_us, wall_us = eager_cost_us(eager)
+    properties = torch.cuda.get_device_properties(kernels.device)
+    arch = arch_for_capability(properties.major, properties.minor)
+    ceilings = figures_of(properties.name, arch)
+    return StepFigures(
+        spec=kernels.spec.name,
+        slugs=kernels.decode_step_slugs(graph_plan),
+        device=properties.name,
+        arch=arch.name,
+        case=case,
+        gpu_us=timing.median_us,
+        spread=timing.spread,
+        input_sets=timing.sets,
+        stage_us=(indexer, selection, attention),
+        issue_us=issue_us,
+        wall_us=wall_us,
+        floor_us=None if ceilings is None else step_floor_us(case, ceilings),
+    )
+
+
+def step_calls(kernels: Any, case: StepBenchCase, plan: Any, inputs: Sequence[StepBenchInputs]) -> list[Call]:
+    """A step for each input set, with outputs of its own."""
+    calls: list[Call] = []
+    for item in inputs:
+        options = {"plan": plan, **item.indexer, **_outputs(case, item, kernels.spec)}
+        calls.append(partial(kernels.decode_step, item.q, item.k_cache, **options))
+    return calls
+
+
+def stage_calls(
+    kernels: Any, case: StepBenchCase, plan: Any, inputs: Sequence[StepBenchInputs]
+) -> tuple[list[Call], list[Call], list[Call]]:
+    """The stages by themselves, over what the plan's last step has left."""
+    scored: list[Call] = []
+    selected: list[Call] = []
+    attended: list[Call] = []
+    for item in inputs:
+        scored.append(
+            partial(
+                kernels.indexer_logits, item.index_q, item.index_cache, item.weights, item.context_lens,
+                item.block_table, unscored_up_to=case.selected, out=plan.scores,
+            )
+        )  # fmt: skip
+        selected.append(
+            partial(
+                kernels.topk, plan.scores, k=case.selected, lengths=item.context_lens.view(-1),
+                page_table=item.block_table, page_size=case.page_size, table_of_row=plan.row_tables,
+                determinism=plan.determinism, plan=plan.selection, out=plan.flat_ids, counts=plan.flat_counts,
+            )
+        )  # fmt: skip
+        outputs = _outputs(case, item, kernels.spec)
+        attended.append(
+            partial(kernels.decode_step, item.q, item.k_cache, plan=plan, reuse_ids=True, **outputs),
+        )
+    return scored, selected, attended
+
+
+def step_problem(
+    spec: DeploymentSpec, case: StepBenchCase, item: StepBenchInputs, plan: Any, out: Tensor, lse: Tensor
+) -> str:
+    """What is wrong with the step that the plan ran last; empty when nothing is."""
+    index, scores = index_format(case.index_keys), plan.scores
+    count = max(1, CHECKED_ROWS // case.next_n)
+    rows = slice(0, min(count * case.next_n, case.rows))
+    want, _ = logits_reference(
+        item.index_q[:count], item.index_cache, item.weights[rows], item.context_lens[:count],
+        item.block_table[:count], index, case.context,
+    )  # fmt: skip
+    error = (scores[rows].double() - want).abs().amax(1)
+    if bool((error > want.abs().amax(1) * _SCORE_ERROR[scores.dtype]).any()):
+        return f"scores are off by up to {float(error.max()):.3g}"
+    chosen, _ = topk_reference(scores, case.selected, lengths=item.context_lens.view(-1))
+    ids = translate_reference(
+        chosen, page_table=item.block_table, page_size=case.page_size, table_of_row=plan.row_tables
+    )
+    if not torch.equal(plan.flat_ids.long().sort(1).values, ids.sort(1).values):
+        return "what was selected is not the top-k of the scores"
+    reference = sparse_decode_reference(
+        item.q, spec.kv_format, item.k_cache, plan.ids, sm_scale=spec.sm_scale, lse_base=spec.lse.base,
+        empty_lse=float(spec.lse.empty), rows=torch.arange(rows.stop, device=item.q.device),
+    )  # fmt: skip
+    found = out.flatten(0, 1)[rows], lse.transpose(1, 2).flatten(0, 1)[rows]
+    group_dims = spec.kv_format.scale_group_dims or _GROUP_DIMS
+    gates = Gates().for_logits(reference.peak)
+    return compare_decode(*found, reference.out, reference.lse, group_dims, gates).problem
+
+
+def _outputs(case: StepBenchCase, item: StepBenchInputs, spec: DeploymentSpec) -> dict[str, Tensor]:
+    shape = (case.requests, case.next_n, case.heads)
+    lse = torch.empty(shape, dtype=torch.float32, device=item.q.device).transpose(1, 2)
+    return {"out": item.q.new_empty(*shape, spec.dims.d_v), "lse": lse}
