@@ -337,7 +337,8 @@ POISON_WORKSPACE: Knob[bool] = Knob(
     "DSAGEN_POISON_WORKSPACE",
     "bool",
     False,
-    "1: fill sparse_decode's workspace with NaN before each call, so that what is read before it is written shows.",
+    "1: fill sparse_decode's workspace, and a step's scores and ids, with NaN and -1 before each call, so that what is "
+    "read before it is written shows.",
     _parse_bool,
 )
 PEER_SITE: Knob[str | None] = Knob(

@@ -188,6 +188,8 @@ class StepOps(IndexerOps, TopkOps, DecodeOps):
         index_q, index_cache, weights, context_lens, block_table = index
         shape = plan.shape
         lengths = context_lens
+        if self._poisons:
+            plan.poison()
         if shape.next_n > 1 and isinstance(context_lens, torch.Tensor) and context_lens.dim() == 1:
             lengths = _lengths_of_tokens(plan, context_lens)
         try:

@@ -99,6 +99,7 @@ class DecodeStepPlan:
         self.scores = scores.view(rows, layout.score_columns)[:, : shape.max_seq_len]
         self.flat_ids = part(layout.ids, torch.int32, rows * shape.k).view(rows, shape.k)
         self.flat_counts = part(layout.counts, torch.int32, rows)
+        self._results = workspace[: layout.lengths]
         self.ids, self.counts = self.flat_ids.view(*per_token, shape.k), self.flat_counts.view(per_token)
         # Where a call has one length for each request, those of its tokens; and the table's row of each token.
         self.token_lengths = part(layout.lengths, torch.int32, rows).view(per_token)
@@ -113,6 +114,10 @@ class DecodeStepPlan:
     def workspace_bytes(self) -> int:
         """Bytes of device memory that the plan holds between steps."""
         return self.workspace.numel()
+
+    def poison(self) -> None:
+        """Scores become NaN, ids and counts -1: all ones."""
+        self._results.fill_(255)
 
     def claim(self, stream: int) -> None:
         """Bind the plan to a stream, the current one; GuardError when it belongs to another."""

@@ -312,6 +312,20 @@ def test_lengths_are_checked_on_request(monkeypatch):
     assert not driver.launches
 
 
+def test_results_are_poisoned_on_request(monkeypatch):
+    monkeypatch.setenv("DSAGEN_POISON_WORKSPACE", "1")
+    _, kernels = make()
+    plan = kernels.plan_decode_step(BATCH, NEXT_N, WIDTH, k=K)
+    plan.scores.zero_()
+    plan.ids.zero_()
+    kernels.decode_step(**attention(), **index(), plan=plan)
+    assert plan.scores.isnan().all() and plan.ids.eq(-1).all() and plan.counts.eq(-1).all()
+    assert plan.row_tables.tolist() == [0, 0, 1, 1, 2, 2]
+    plan.ids.zero_()
+    kernels.decode_step(**attention(), plan=plan, reuse_ids=True)
+    assert not plan.ids.any(), "a layer that selects nothing keeps what it attends to"
+
+
 def test_explain_of_a_step():
     _, kernels = make()
     text = kernels.explain("decode_step", batch=BATCH, s_q=NEXT_N, width=WIDTH, topk=K)
