@@ -85,6 +85,7 @@ _INDEX_FORMAT_NAMES: Any = list(INDEX_FORMATS)
 _RULE_NAMES: Any = [COPY, *WRITE_RULES]
 _INDEX_RULE_NAMES: Any = list(INDEX_RULES)
 
+IndexForm = Literal["paged", "ragged"]
 Capacity = Annotated[int, Field(ge=1, le=MAX_TOPK)]
 
 
@@ -158,11 +159,27 @@ class IndexWriteSpec(_Part):
 
 
 class IndexSpec(_Part):
-    """The lightning indexer: its heads (8 to 128 in steps of 8), dims of a key, and the format of cached keys."""
+    """The lightning indexer: its heads (8 to 128 in steps of 8), dims of a key, and the format of cached keys.
+
+    `forms` says how calls find keys: in pages (decode), or in one piece (ragged prefill).
+    """
 
     heads: int = Field(ge=8, le=MAX_HEADS, multiple_of=8)
     dim: Literal[32, 64, 128]
     keys: str = Field(json_schema_extra={"enum": _INDEX_FORMAT_NAMES})
+    forms: tuple[IndexForm, ...] = Field(default=("paged",), min_length=1)
+
+    @field_validator("forms", mode="before")
+    @classmethod
+    def _each_once(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            raise problem(("index", "forms"), f"must be a list: write [{value}]", value)
+        if isinstance(value, list | tuple):
+            twice = next((form for form in value if value.count(form) > 1), None)
+            if twice is not None:
+                raise problem(("index", "forms"), "is listed twice", twice)
+            return tuple(value)
+        return value
 
 
 class DeploymentSpec(_Part):

@@ -15,7 +15,7 @@ from dsagen.check.indexer_inputs import LogitsInputs, make_inputs
 from dsagen.check.outputs import GuardedTensor
 from dsagen.check.probes import NotRunError, WrongResultError
 from dsagen.families.indexer_logits.reference import limits_reference, logits_reference
-from dsagen.index_format import index_format
+from dsagen.index_format import SCALE_WORD_BYTES, IndexFormat, index_format
 from dsagen.spec import DeploymentSpec
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -79,7 +79,7 @@ class LogitsRun:
     def call(self, kernels: LogitsKernels, inputs: LogitsInputs, out: Tensor) -> None:
         """Run the op on the current stream."""
         case = self.case
-        options: dict[str, Any] = {"unscored_up_to": case.unscored, "fill_neg_inf": case.fill}
+        options: dict[str, Any] = {"unscored_up_to": case.unscored, "fill_neg_inf": case.fill, **inputs.named}
         found = kernels.indexer_logits(*inputs.tensors, out=out, **options)
         if found.data_ptr() != out.data_ptr():
             raise WrongResultError("the op did not return the output that it was given")
@@ -89,7 +89,9 @@ class LogitsRun:
         case, index = self.case, kernels.spec.index
         assert index is not None
         record = index_format(index.keys)
-        want, scored = logits_reference(*inputs.tensors, record, case.width, unscored_up_to=case.unscored)
+        want, scored = logits_reference(
+            *inputs.tensors, record, case.width, unscored_up_to=case.unscored, **inputs.named
+        )
         found = outputs.view
         integer = found.view(outputs.whole.dtype)
         outside = ~scored
@@ -100,29 +102,24 @@ class LogitsRun:
             _require("columns behind the window", found, behind & (found != -torch.inf), want)
             outside &= ~behind
         _require("columns that nothing should write", found, outside & (integer != outputs.poison), want)
-        _require("scores", found, scored & self._differs(found, want, inputs, record.format_id), want)
+        _require("scores", found, scored & self._differs(found, want, inputs, record), want)
         # Last, since it poisons what was written.
         written = outputs.written_outside()
         if written:
             raise WrongResultError(f"{written} elements outside of the scores were written")
 
-    def _differs(self, found: Tensor, want: Tensor, inputs: LogitsInputs, format_id: str) -> Tensor:
-        if self.case.contents not in (Contents.NORMAL, Contents.LARGE):
-            rounded = want.to(found.dtype)
-            return (found != rounded) & ~(found.isnan() & rounded.isnan())
+    def _differs(self, found: Tensor, want: Tensor, inputs: LogitsInputs, record: IndexFormat) -> Tensor:
+        if is_exact(self.case.contents):
+            return differs_exactly(found, want)
         # The same sums of magnitudes: |q|, |k| and |w| in place of q, k and w.
         sized = replace(
             inputs,
-            q=(inputs.q.view(torch.uint8) & 0x7F).view(torch.float8_e4m3fn),
-            k_cache=_magnitudes(inputs.k_cache),
+            q=magnitudes_of_codes(record, inputs.q),
+            k_cache=_magnitudes(record, inputs.k_cache),
             weights=inputs.weights.abs(),
         )
-        size, _ = logits_reference(*sized.tensors, index_format(format_id), self.case.width)
-        bound = size * _SUM_ERROR
-        if found.dtype is torch.bfloat16:
-            bound = bound + want.abs() * _BF16_ERROR
-        error = (found.double() - want).abs()
-        return ~((error <= bound) | (found.double() == want))
+        size, _ = logits_reference(*sized.tensors, record, self.case.width, q_scales=inputs.q_scales)
+        return differs_more(found, want, size)
 
     def _plain(self, kernels: LogitsKernels) -> tuple[LogitsInputs, GuardedTensor]:
         inputs, outputs = self.inputs(kernels), self.outputs(kernels)
@@ -161,13 +158,39 @@ class LogitsRun:
             self.compare(kernels, inputs, outputs)
 
 
-def _magnitudes(cache: Tensor) -> Tensor:
-    """A cache whose codes and scales have no sign."""
+def is_exact(contents: Contents) -> bool:
+    """Whether every sum of such contents is exact, in any order."""
+    return contents not in (Contents.NORMAL, Contents.LARGE)
+
+
+def differs_exactly(found: Tensor, want: Tensor) -> Tensor:
+    """Where scores are not what the reference's round to; NaN equals NaN."""
+    rounded = want.to(found.dtype)
+    return (found != rounded) & ~(found.isnan() & rounded.isnan())
+
+
+def differs_more(found: Tensor, want: Tensor, size: Tensor) -> Tensor:
+    """Where scores differ by more than fp32 sums may, whose magnitudes sum to `size`."""
+    bound = size * _SUM_ERROR
+    if found.dtype is torch.bfloat16:
+        bound = bound + want.abs() * _BF16_ERROR
+    error = (found.double() - want).abs()
+    return ~((error <= bound) | (found.double() == want))
+
+
+def magnitudes_of_codes(record: IndexFormat, codes: Tensor) -> Tensor:
+    """Codes without their signs."""
+    unsigned = codes.view(torch.uint8) & (0x7F if record.values.bits == 8 else 0x77)
+    return unsigned.view(codes.dtype)
+
+
+def _magnitudes(record: IndexFormat, cache: Tensor) -> Tensor:
+    """A cache whose codes have no sign; scales have none."""
     storage = torch.empty(0, dtype=torch.uint8, device=cache.device).set_(cache.untyped_storage()).clone()
     pages, page_size, _, record_bytes = cache.shape
-    dim = record_bytes - 4
-    page = storage.as_strided((pages, page_size * dim), (cache.stride(0), 1))
-    page &= 0x7F
+    code_bytes = record_bytes - SCALE_WORD_BYTES
+    page = storage.as_strided((pages, page_size * code_bytes), (cache.stride(0), 1))
+    page.copy_(magnitudes_of_codes(record, page))
     return storage.as_strided(cache.shape, cache.stride())
 
 

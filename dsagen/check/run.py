@@ -40,6 +40,7 @@ from dsagen.dtype import E4M3, UE4M3
 from dsagen.emulator import DEVICE as EMULATOR
 from dsagen.emulator import library as machine
 from dsagen.errors import DeviceError, DsagenError, EmulatorLimitError, KnobError, SpecError
+from dsagen.index_format import index_format
 from dsagen.matrix import expand
 from dsagen.plan import KernelPlan
 from dsagen.runtime.api import Kernels
@@ -302,7 +303,9 @@ def cases_of(spec: DeploymentSpec, arch: str, tier: Tier, only: str | None = Non
             cases += kv_cases(spec, tier)
         elif op == LogitsCase.op:
             # Without a conversion instruction e4m3 codes are shifted into place, and code 0x7F reads as 480.
-            cases += logits_cases(tier, arch_row(arch).has_e4m3_cvt)
+            assert spec.index is not None, "a spec with the op has an index"
+            keeps_nan = index_format(spec.index.keys).values is E4M3 and arch_row(arch).has_e4m3_cvt
+            cases += logits_cases(tier, keeps_nan)
         elif op == IndexCacheCase.op:
             cases += index_cases(tier)
         else:

@@ -44,19 +44,20 @@ _ROW_BYTES = 16
 
 
 class LogitsTensors(NamedTuple):
-    """The tensors of one call; out may be None."""
+    """The tensors of one call; q_scales and out may be None."""
 
     q: torch.Tensor
     k_cache: torch.Tensor
     weights: torch.Tensor
     context_lens: torch.Tensor
     block_table: torch.Tensor
+    q_scales: torch.Tensor | None
     out: torch.Tensor | None
 
     def given(self) -> list[tuple[str, Any]]:
         """Name and tensor of those that the call brings."""
         pairs = zip(self._fields, self, strict=True)
-        return [(name, tensor) for name, tensor in pairs if tensor is not None or name != "out"]
+        return [(name, tensor) for name, tensor in pairs if tensor is not None or name not in ("q_scales", "out")]
 
 
 # Scalars of a call are max_seq_len, unscored_up_to and fill_neg_inf as given.
@@ -71,6 +72,7 @@ FORM = CallForm(
         "weights": "weights",
         "lens": "context_lens",
         "block_table": "block_table",
+        "q_scales": "q_scales",
         "scores": "out",
     },
 )
@@ -93,16 +95,16 @@ def bind(
     t: LogitsTensors, max_seq_len: int | None, unscored_up_to: int, fills: bool, spec: DeploymentSpec, driver: Driver
 ) -> LogitsCall:
     """Check a call; GuardError for the first thing that does not fit."""
-    _require_kinds(t, driver)
+    require_kinds(t.given(), t.q, driver)
     index = index_of(spec)
-    layout = "[batch, next_n, heads, dim]"
-    require(TensorRule("q", ("float8_e4m3fn", "uint8", "int8"), layout, (None, None, index.heads, index.dim)), t.q)
+    require_query(t.q, index, "[batch, next_n, heads, {}]", (None, None))
     batch, next_n = int(t.q.shape[0]), int(t.q.shape[1])
     check([TOKENS_GUARD], {"batch": batch, "next_n": next_n})
     width = _width(t, max_seq_len)
     check([WIDTH_GUARD], {"width": width})
     check([UNSCORED_GUARD], {"unscored": require_int("unscored_up_to", unscored_up_to)})
     require(TensorRule("weights", ("float32",), "[batch * next_n, heads]", (batch * next_n, index.heads)), t.weights)
+    scales = _scale_arguments(t, index)
     pool = _pool_arguments(t.k_cache, index)
     require(TensorRule("block_table", ("int32",), "[batch, pages]", (batch, None)), t.block_table)
     columns = int(t.block_table.shape[1])
@@ -114,13 +116,14 @@ def bind(
         LogitsShape(batch, next_n, width, index.heads),
         {
             **_query_arguments(t.q),
+            **scales,
             **pool,
             "weights": t.weights.data_ptr(),
-            "weight_stride": _stride(t.weights, 0),
+            "weight_stride": stride_of(t.weights, 0),
             **lens,
             "most_keys": min(width, columns * int(pool["page_size"])),
             "block_table": t.block_table.data_ptr(),
-            "table_stride": _stride(t.block_table, 0),
+            "table_stride": stride_of(t.block_table, 0),
             "width": width,
             "batch": batch,
             "next_n": next_n,
@@ -145,7 +148,7 @@ def make_out(t: LogitsTensors, shape: LogitsShape, spec: DeploymentSpec) -> torc
 
 def out_arguments(out: torch.Tensor) -> dict[str, Number]:
     """Where scores go."""
-    return {"scores": out.data_ptr(), "score_stride": _stride(out, 0)}
+    return {"scores": out.data_ptr(), "score_stride": stride_of(out, 0)}
 
 
 def check_lengths(t: LogitsTensors, most_keys: int) -> None:
@@ -172,13 +175,39 @@ def check_pages(t: LogitsTensors) -> None:
         check([PAGE_GUARD], values, request=request, column=column, count=int(bad.sum()))
 
 
-def _require_kinds(t: LogitsTensors, driver: Driver) -> None:
-    for name, tensor in t.given():
+def require_kinds(given: list[tuple[str, Any]], q: torch.Tensor, driver: Driver) -> None:
+    """Refuse what is no plain tensor on the device of q, which the driver serves."""
+    for name, tensor in given:
         require_plain(name, tensor)
-    require_served("q", t.q, driver)
-    for name, tensor in t.given():
-        require_device(name, tensor, t.q.device, "q")
+    require_served("q", q, driver)
+    for name, tensor in given:
+        require_device(name, tensor, q.device, "q")
         require_memory(name, tensor)
+
+
+def require_query(q: torch.Tensor, index: IndexSpec, layout: str, sizes: tuple[int | None, ...]) -> None:
+    """Refuse a query whose codes are not those of the keys' format; `layout` names its dims, {} the last one."""
+    record = index_format(index.keys)
+    named = layout.format("dim" if record.values.bits == 8 else f"dim / {8 // record.values.bits}")
+    shape = (*sizes, index.heads, record.code_bytes(index.dim))
+    require(TensorRule("q", record.values.torch_dtypes, f"{named}, {record.values.name} codes", shape), q)
+
+
+def require_scales(scales: torch.Tensor | None, index: IndexSpec, layout: str, shape: tuple[int, ...]) -> None:
+    """Refuse scales of q that keys of the spec's format have no use for, and ask for those that they need."""
+    if not index_format(index.keys).is_block_scaled:
+        if scales is not None:
+            raise GuardError(
+                f"[T-23] q_scales: given, and {index.keys} keys have one fp32 scale each, beside which the scales of q "
+                "are in weights: leave it out, or declare index.keys: mxfp8 or mxfp4"
+            )
+        return
+    if scales is None:
+        raise GuardError(
+            f"[T-23] q_scales: missing, and {index.keys} codes of q have a ue8m0 for 32 dims as those of keys do: pass "
+            f"int32 words {layout}"
+        )
+    require(TensorRule("q_scales", ("int32",), f"{layout}, four ue8m0 each", shape), scales)
 
 
 def _width(t: LogitsTensors, max_seq_len: int | None) -> int:
@@ -201,9 +230,17 @@ def _require_out(t: LogitsTensors, spec: DeploymentSpec, tokens: int, width: int
 
 
 def _query_arguments(q: torch.Tensor) -> dict[str, Number]:
-    strides = {f"stride_{name}": _stride(q, dim) for name, dim in (("b", 0), ("n", 1), ("h", 2))}
+    strides = {f"stride_{name}": stride_of(q, dim) for name, dim in (("b", 0), ("n", 1), ("h", 2))}
     check(QUERY_GUARDS, {"address": q.data_ptr(), **strides})
     return {"q": q.data_ptr(), **{f"q_{name}": stride for name, stride in strides.items()}}
+
+
+def _scale_arguments(t: LogitsTensors, index: IndexSpec) -> dict[str, Number]:
+    require_scales(t.q_scales, index, "[batch, next_n, heads]", tuple(t.q.shape[:3]))
+    if t.q_scales is None:
+        return {}
+    strides = {"q_scale_stride_b": stride_of(t.q_scales, 0), "q_scale_stride_n": stride_of(t.q_scales, 1)}
+    return {"q_scales": t.q_scales.data_ptr(), **strides}
 
 
 def _pool_arguments(cache: torch.Tensor, index: IndexSpec) -> dict[str, Number]:
@@ -212,7 +249,7 @@ def _pool_arguments(cache: torch.Tensor, index: IndexSpec) -> dict[str, Number]:
     layout = f"[pages, page_size, 1, bytes of a {index.keys} key]"
     require(TensorRule("k_cache", record.values.torch_dtypes, layout, (None, None, 1, record_bytes)), cache)
     pages, page_size = int(cache.shape[0]), int(cache.shape[1])
-    page_stride = _stride(cache, 0)
+    page_stride = stride_of(cache, 0)
     values = {
         "pages": pages,
         "page_size": page_size,
@@ -242,12 +279,13 @@ def _length_arguments(lens: torch.Tensor, batch: int, next_n: int) -> dict[str, 
     require(TensorRule("context_lens", ("int32",), layout, shape, last_dim_contiguous=False), lens)
     return {
         "lens": lens.data_ptr(),
-        "lens_stride_b": _stride(lens, 0),
-        "lens_stride_n": _stride(lens, 1) if per_token else 0,
+        "lens_stride_b": stride_of(lens, 0),
+        "lens_stride_n": stride_of(lens, 1) if per_token else 0,
         "per_token": int(per_token),
     }
 
 
-def _stride(tensor: torch.Tensor, dim: int) -> int:
+def stride_of(tensor: torch.Tensor, dim: int) -> int:
+    """The stride of a dim in elements, 0 where it moves nothing."""
     # The stride of a dim of size 1 moves nothing, and torch lets it be any number.
     return int(tensor.stride(dim)) if tensor.shape[dim] > 1 else 0

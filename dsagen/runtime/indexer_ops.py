@@ -35,6 +35,7 @@ class IndexerOps(OpMethods):
         context_lens: torch.Tensor,
         block_table: torch.Tensor,
         *,
+        q_scales: torch.Tensor | None = None,
         max_seq_len: int | None = None,
         unscored_up_to: int = 0,
         fill_neg_inf: bool = False,
@@ -42,15 +43,18 @@ class IndexerOps(OpMethods):
     ) -> torch.Tensor:
         """scores[t, j] = scale_j x sum_h weights[t, h] x relu(q[t, h] . k_j) of cached keys, on the current stream.
 
-        - q: e4m3 (or its bytes) [batch, next_n, heads, dim], 1 to 8 tokens a request, last dim contiguous
-        - k_cache: [pages, page_size, 1, dim + 4] bytes of the spec's index-key format: codes of all keys of a page,
-          then their fp32 scales; pages any multiple of 4 bytes apart (of 16 where copies should be wide)
-        - weights: fp32 [batch x next_n, heads], of either sign, with every scale of q in them
+        - q: codes of the spec's index-key format [batch, next_n, heads, dim] (e2m1: dim / 2 bytes), 1 to 8 tokens a
+          request, last dim contiguous
+        - k_cache: [pages, page_size, 1, bytes of a key] of that format: codes of all keys of a page, then a word of
+          scales for each; pages any multiple of 4 bytes apart (of 16 where copies should be wide)
+        - weights: fp32 [batch x next_n, heads], of either sign, with every scale of q in them that q_scales has not
         - context_lens: int32 [batch, next_n], the keys that each token sees, or [batch], those of a request's last
           token: the i-th then sees next_n - 1 - i fewer. Any strides. A length is bounded to 0..max_seq_len and to the
           keys that a table row names; with DSAGEN_CHECK_INDICES a longer one is an error
         - block_table: int32 [batch, pages]; an entry that names no page of the pool gives its keys -inf, and entries
           behind the longest length are not read
+        - q_scales: of mxfp8 and mxfp4, int32 [batch, next_n, heads], last dim contiguous: a word of four ue8m0, one for
+          32 dims of q. They and those of keys multiply products before sums over dims
         - max_seq_len: columns of scores, the width of out by default
         - unscored_up_to: tokens that see no more keys than this are left out; pass the k of a topk that follows, which
           takes all of their keys unread
@@ -60,7 +64,7 @@ class IndexerOps(OpMethods):
         Returns out. Raises GuardError for what does not fit, FrozenError when the kernel would have to be loaded during
         capture or after freeze(), DeviceError when the driver refuses.
         """
-        tensors = LogitsTensors(q, k_cache, weights, context_lens, block_table, out)
+        tensors = LogitsTensors(q, k_cache, weights, context_lens, block_table, q_scales, out)
         scalars = (max_seq_len, unscored_up_to, fill_neg_inf)
         repeated = False if self._checks_values else self._logits_launches.repeat(*tensors, *scalars)
         if repeated is not False:

@@ -1,6 +1,8 @@
-// Indexer logits for every arch: mma.sync on f16 operands that e4m3 codes become exactly.
+// Indexer logits for every arch: mma.sync on 16-bit operands that codes become exactly.
 //
 //   scores[t, j] = scale_j * sum_h w[t, h] * relu(q[t, h] . k_j)
+//
+// where scale_j is 1, and scales are in the operands, for keys whose blocks of dims have scales of their own.
 //
 // Keys are the M of the product, 16 kBlocks of them a warp and tile, held as registers for all tokens of a unit; heads are
 // its N, 8 at a time, from an image of q in shared memory. So a key is read and converted once for the tokens of a unit, and
@@ -12,6 +14,8 @@
 // A warp's tiles pass through a ring of kStages that no other warp touches: its lanes wait for their own copies and meet in
 // warp_sync. The blocks of the grid take equal spans of the tiles of all units; none looks at what another does.
 #pragma once
+#include "indexer_logits/codes.cuh"
+#include "indexer_logits/key_places.cuh"
 #include "indexer_logits/key_ring.cuh"
 #include "indexer_logits/query_image.cuh"
 #include "indexer_logits/store.cuh"
@@ -20,26 +24,27 @@
 #include "prims/ptx/convert.cuh"
 #include "prims/ptx/max_nan.cuh"
 #include "prims/ptx/memory.cuh"
-#include "prims/ptx/mma.cuh"
 #include "prims/ptx/thread.cuh"
 
 namespace indexer_logits {
 
-template <class C, class S, class Keys, class Score, class Params>
+template <class C, class S, class Codes, class Score, class Places, class Params>
 struct MmaSync {
   static constexpr int kThreads = 32 * C::kWarps, kDim = C::kDim;
   static constexpr int kSteps = kDim / 16;  // of k 16
-  using Image = QueryImage<C, S, Keys, Params>;
-  using Ring = KeyRing<C, S, Keys, Params>;
+  using Unit = typename Places::Unit;
+  using Image = QueryImage<C, S, Codes, Unit, Params>;
+  using Ring = KeyRing<C, S, Codes, Places, Params>;
 
   static DSA_DEVICE void run(const Params& p, S& shared) {
-    if (p.fills != 0) fill_outside<Score>(p, kThreads);
-    Span<C, S, Params> span(p, shared);
+    if (p.fills != 0) fill_outside<Score, Unit>(p, kThreads);
+    Span<C, S, Params, Unit> span(p, shared);
     const int lane = ptx::thread_index() % 32, warp = static_cast<int>(ptx::shuffle(ptx::thread_index() / 32, 0));
     Ring ring(p, shared, warp, lane);
 #pragma unroll 1
     for (bool first = true; span.tiles != 0; span.advance(), first = false) {
       const Unit unit(p, span.unit);
+      const u32 base = unit.first_key(p);
       ring.start(unit, span.first_tile, span.tiles);
       if (!first) ptx::block_sync();  // all warps are done with the image
       Image::stage(p, shared, unit);
@@ -49,7 +54,7 @@ struct MmaSync {
         u32 a[C::kBlocks][kSteps][4];
         TileKeys<C> keys;
         ring.take(a, keys);
-        score_tile(p, shared, unit, (span.first_tile + tile) * C::kTileKeys, a, keys, lane);
+        score_tile(p, shared, unit, base + (span.first_tile + tile) * C::kTileKeys, a, keys, lane);
       }
     }
   }
@@ -61,8 +66,8 @@ struct MmaSync {
     const u32 weights = ptx::shared_address(&shared.weights[0]) + (lane % 4) * 8;
 #pragma unroll 1
     for (int token = 0; token < unit.tokens; ++token) {
-      const u32 limit = unit.scored(p, unit.first_token + token);
-      if (limit <= first_key) continue;
+      const Window window = unit.window(p, token);
+      if (window.end <= first_key || window.begin >= first_key + C::kTileKeys) continue;
       float sums[2 * C::kBlocks] = {};
       u32 row = rows + token * p.heads * C::kQueryPitchBytes, weight = weights + token * p.heads * 4;
       Words4 b[kSteps / 2];
@@ -74,9 +79,8 @@ struct MmaSync {
         for (int step = 0; step < kSteps; ++step)
 #pragma unroll
           for (int m = 0; m < C::kBlocks; ++m) {
-            const u32(&k)[4] = a[m][step];
             const Words4& w = b[step / 2];
-            ptx::mma_f16(acc[m], k[0], k[1], k[2], k[3], step % 2 == 0 ? w.x : w.z, step % 2 == 0 ? w.y : w.w);
+            Codes::product(acc[m], a[m][step], step % 2 == 0 ? w.x : w.z, step % 2 == 0 ? w.y : w.w);
           }
         const float w0 = ptx::float_of(ptx::load_shared_4(weight)), w1 = ptx::float_of(ptx::load_shared_4(weight + 4));
         row += 8 * C::kQueryPitchBytes, weight += 32;
@@ -90,7 +94,7 @@ struct MmaSync {
             sum = w1 * ptx::max_nan(acc[m][2 * half + 1], 0.0f) + sum;
           }
       }
-      store_scores<C, Score>(p, unit.row(p, token), first_key, limit, sums, keys, lane);
+      store_scores<C, Score>(p, unit.row(p, token), first_key, window, Unit::origin(p, window), sums, keys, lane);
     }
   }
 

@@ -1,4 +1,4 @@
-// q and the weights of a unit in shared memory: a row of f16 for each token and head, in the order in which keys are held.
+// q and the weights of a unit in shared memory: a row of operands for each token and head, in the order in which keys are held.
 #pragma once
 #include "indexer_logits/work.cuh"
 #include "prims/ptx/global.cuh"
@@ -8,22 +8,28 @@
 
 namespace indexer_logits {
 
-// Where 4 dims of a row, word `word` of it, stand in the products: in which step of k 16, and at which k (2 c, 2 c + 1,
-// 2 c + 8, 2 c + 9). A lane of column c so finds its dims of a key in pieces of kPieceWords words that adjoin.
-template <int kDim>
+// Where 4 dims of a row, quad `quad` of it, stand in the products: in which step of k 16, and at which k (2 c, 2 c + 1,
+// 2 c + 8, 2 c + 9). A lane of column c so finds its dims of a key in pieces of kPieceQuads quads that adjoin.
+template <int kDim, int kBits>
 struct DimOrder {
-  static constexpr int kPieceWords = kDim >= 64 ? 4 : kDim / 16;
-  static constexpr int kPieces = kDim / (16 * kPieceWords);  // of a lane
-  static_assert(kDim % 32 == 0 && kDim == 16 * kPieceWords * kPieces);
+  static constexpr int kLaneBytes = kDim * kBits / 32;
+  static constexpr int kPieceBytes = kLaneBytes < 16 ? kLaneBytes : 16;
+  static constexpr int kPieceQuads = 2 * kPieceBytes / kBits;
+  static constexpr int kPieces = kLaneBytes / kPieceBytes;  // of a lane
+  static_assert(kDim == 16 * kPieceQuads * kPieces && kPieceBytes % 4 == 0);
+  static_assert(kPieceQuads <= 8, "a piece has one scale, of 32 dims");
 
-  static DSA_DEVICE int step(int word) { return kPieceWords * (word / kPieceWords / 4) + word % kPieceWords; }
-  static DSA_DEVICE int column(int word) { return word / kPieceWords % 4; }
+  static DSA_DEVICE int step(int quad) { return kPieceQuads * (quad / kPieceQuads / 4) + quad % kPieceQuads; }
+  static DSA_DEVICE int column(int quad) { return quad / kPieceQuads % 4; }
+
+  // Quad `i` of words that hold some.
+  static DSA_DEVICE u32 quad_of(const u32* words, int i) { return kBits == 8 ? words[i] : words[i / 2] >> 16 * (i % 2) & 0xffffu; }
 };
 
-template <class C, class S, class Keys, class Params>
+template <class C, class S, class Codes, class Unit, class Params>
 struct QueryImage {
-  static constexpr int kChunks = C::kDim / 16;  // 16 B of codes each
-  using Order = DimOrder<C::kDim>;
+  static constexpr int kChunks = C::kRowBytes / 16, kChunkQuads = 32 / Codes::kBits;
+  using Order = DimOrder<C::kDim, Codes::kBits>;
 
   // All threads of the block come here; a barrier follows.
   static DSA_DEVICE void stage(const Params& p, S& shared, const Unit& unit) {
@@ -32,8 +38,10 @@ struct QueryImage {
 #pragma unroll 4
     for (int i = thread; i < rows * kChunks; i += 32 * C::kWarps) {
       const int row = i / kChunks, chunk = i % kChunks, token = row / p.heads, head = row - token * p.heads;
-      const u8* q = p.q + unit.request * p.q_stride_b + (unit.first_token + token) * p.q_stride_n + head * p.q_stride_h;
-      store_chunk(image + row * C::kQueryPitchBytes, chunk, ptx::load_global_16(q + 16 * chunk));
+      u32 scales = 0;
+      if constexpr (Codes::kBlockScales) scales = ptx::load_global_4(p.q_scales + unit.query_scale(p, token) + head);
+      const Words4 codes = ptx::load_global_16(p.q + unit.query_byte(p, token, head) + 16 * chunk);
+      store_chunk(image + row * C::kQueryPitchBytes, chunk, codes, scales);
     }
     for (int i = thread; i < rows; i += 32 * C::kWarps) {
       const int token = i / p.heads, head = i - token * p.heads;
@@ -42,13 +50,15 @@ struct QueryImage {
   }
 
  private:
-  static DSA_DEVICE void store_chunk(u32 row, int chunk, Words4 codes) {
+  static DSA_DEVICE void store_chunk(u32 row, int chunk, Words4 codes, u32 scales) {
     const u32 words[4] = {codes.x, codes.y, codes.z, codes.w};
+    const typename Codes::Factor factor = Codes::factor(scales, chunk * kChunkQuads / 8);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < kChunkQuads; ++i) {
+      const int quad = kChunkQuads * chunk + i;
       u32 low, high;
-      Keys::pairs(words[i], low, high);
-      const u32 at = row + 32 * Order::step(4 * chunk + i) + 4 * Order::column(4 * chunk + i);
+      Codes::quad(Order::quad_of(words, i), factor, low, high);
+      const u32 at = row + 32 * Order::step(quad) + 4 * Order::column(quad);
       ptx::store_shared_4(at, low);
       ptx::store_shared_4(at + 16, high);
     }

@@ -1,4 +1,4 @@
-// Where scores go: into a token's window and nowhere else, or -inf into what lies behind the window.
+// Where scores go: into a token's window and nowhere else, or -inf into what lies outside of the window.
 #pragma once
 #include "indexer_logits/key_ring.cuh"
 #include "indexer_logits/work.cuh"
@@ -34,10 +34,10 @@ DSA_DEVICE void exchange(float (&sums)[kKept], const float* all, int distance, i
 }
 
 // The scores of a tile for one token, of sums over the heads of a lane's columns: summed over the four lanes of a row, each
-// of which ends with other keys.
+// of which ends with other keys. Column 0 is for the key `origin`.
 template <class C, class Score, class Params>
-DSA_DEVICE void store_scores(const Params& p, i64 row, u32 first_key, u32 limit, const float (&sums)[2 * C::kBlocks],
-                             const TileKeys<C>& keys, int lane) {
+DSA_DEVICE void store_scores(const Params& p, i64 row, u32 first_key, Window window, u32 origin,
+                             const float (&sums)[2 * C::kBlocks], const TileKeys<C>& keys, int lane) {
   constexpr int kOwn = TileKeys<C>::kOwn;
   float halves[2 * kOwn], own[kOwn];
   exchange<2 * kOwn>(halves, sums, 2, lane);
@@ -46,23 +46,23 @@ DSA_DEVICE void store_scores(const Params& p, i64 row, u32 first_key, u32 limit,
 #pragma unroll
   for (int i = 0; i < kOwn; ++i) {
     const u32 key = first_key + TileKeys<C>::place(i, lane);
-    if (key < limit) scores[key] = Score::of(keys.held[i] ? own[i] * keys.scale[i] : kNegInf);
+    if (key >= window.begin && key < window.end) scores[key - origin] = Score::of(keys.held[i] ? own[i] * keys.scale[i] : kNegInf);
   }
 }
 
-// -inf from each token's limit to the end of its row, shared by the blocks of the grid.
-template <class Score, class Params>
+// -inf into all columns but those of each row's window, shared by the blocks of the grid.
+template <class Score, class Unit, class Params>
 DSA_DEVICE void fill_outside(const Params& p, u32 threads) {
   const u32 width = static_cast<u32>(p.width), parts = (width + kFillColumns - 1) / kFillColumns;
-  const u64 all = static_cast<u64>(p.batch) * p.next_n * parts;
+  const u64 all = Unit::rows(p) * parts;
   for (u64 part = ptx::block_index(); part < all; part += p.blocks) {
     const u64 row = part / parts;
     const u32 first = static_cast<u32>(part - row * parts) * kFillColumns, last = width - first < kFillColumns ? width : first + kFillColumns;
-    const u32 request = static_cast<u32>(row / p.next_n);
-    const u32 limit = Unit(p, request * p.unit_count).limit(p, static_cast<int>(row - static_cast<u64>(request) * p.next_n));
+    const Window kept = Unit::columns(p, row);
+    if (kept.begin <= first && last <= kept.end) continue;
     typename Score::Word* scores = static_cast<typename Score::Word*>(p.scores) + static_cast<i64>(row) * p.score_stride;
-    for (u32 column = (limit > first ? limit : first) + ptx::thread_index(); column < last; column += threads)
-      scores[column] = Score::of(kNegInf);
+    for (u32 column = first + ptx::thread_index(); column < last; column += threads)
+      if (column < kept.begin || column >= kept.end) scores[column] = Score::of(kNegInf);
   }
 }
 

@@ -1,4 +1,4 @@
-// What a block does: units, which are some tokens of one request, and the tiles of keys that their tokens see.
+// What a block does: units, which are some tokens that pass over keys together, and the tiles of keys that they see.
 #pragma once
 #include "prims/ptx/bits.cuh"
 #include "prims/ptx/global.cuh"
@@ -9,7 +9,12 @@
 
 namespace indexer_logits {
 
-// Tokens first_token .. + tokens of a request, whose q fits the image together.
+// Keys that a token sees: begin .. end - 1.
+struct Window {
+  u32 begin, end;
+};
+
+// Tokens first_token .. + tokens of a request, whose q fits the image together. Its keys lie in pages and begin with key 0.
 struct Unit {
   u32 request;
   int first_token, tokens;
@@ -20,6 +25,9 @@ struct Unit {
     first_token = static_cast<int>(unit - request * p.unit_count) * p.unit_tokens;
     tokens = p.next_n - first_token < p.unit_tokens ? p.next_n - first_token : p.unit_tokens;
   }
+
+  template <class Params>
+  static DSA_DEVICE u32 units(const Params& p) { return static_cast<u32>(p.batch) * p.unit_count; }
 
   // Keys that a token of the request sees: 0 .. limit - 1. One length of a request is its last token's; those before see one
   // key less each.
@@ -48,6 +56,38 @@ struct Unit {
     return most;
   }
 
+  template <class Params>
+  DSA_DEVICE u32 first_key(const Params&) const { return 0; }
+
+  // As `scored`, of its i-th token.
+  template <class Params>
+  DSA_DEVICE Window window(const Params& p, int i) const {
+    return {0, scored(p, first_token + i)};
+  }
+
+  // The key whose score is in column 0.
+  template <class Params>
+  static DSA_DEVICE u32 origin(const Params&, const Window&) { return 0; }
+
+  // Rows of scores, and columns of one that are not filled.
+  template <class Params>
+  static DSA_DEVICE u64 rows(const Params& p) { return static_cast<u64>(p.batch) * p.next_n; }
+  template <class Params>
+  static DSA_DEVICE Window columns(const Params& p, u64 row) {
+    const u32 request = static_cast<u32>(row / p.next_n);
+    return {0, Unit(p, request * p.unit_count).limit(p, static_cast<int>(row - static_cast<u64>(request) * p.next_n))};
+  }
+
+  // Where q of a head of its i-th token begins, in bytes, and that token's scales of q, in words.
+  template <class Params>
+  DSA_DEVICE i64 query_byte(const Params& p, int i, int head) const {
+    return request * p.q_stride_b + (first_token + i) * p.q_stride_n + head * p.q_stride_h;
+  }
+  template <class Params>
+  DSA_DEVICE i64 query_scale(const Params& p, int i) const {
+    return request * p.q_scale_stride_b + (first_token + i) * p.q_scale_stride_n;
+  }
+
   // Row of scores and weights of its i-th token.
   template <class Params>
   DSA_DEVICE i64 row(const Params& p, int i) const {
@@ -57,12 +97,12 @@ struct Unit {
 
 // The block's span of the tiles of all units, a unit at a time: `tiles` of `unit` from `first_tile`, 0 at the end. All
 // threads hold the same.
-template <class C, class S, class Params>
+template <class C, class S, class Params, class Units = Unit>
 struct Span {
   static constexpr u32 kThreads = 32 * C::kWarps;
   u32 unit, first_tile, tiles;
 
-  DSA_DEVICE Span(const Params& params, S& shared) : p(params), units(static_cast<u32>(params.batch) * params.unit_count) {
+  DSA_DEVICE Span(const Params& params, S& shared) : p(params), units(Units::units(params)) {
     const u32 thread = static_cast<u32>(ptx::thread_index()), own = tiles_of(thread);
     u32 mine = own, total;
     for (u32 u = thread + kThreads; u < units; u += kThreads) mine += tiles_of(u);
@@ -120,7 +160,7 @@ struct Span {
   }
 
   DSA_DEVICE u32 tiles_of(u32 u) const {
-    return u < units ? (Unit(p, u).keys(p) + C::kTileKeys - 1) / C::kTileKeys : 0;
+    return u < units ? (Units(p, u).keys(p) + C::kTileKeys - 1) / C::kTileKeys : 0;
   }
 };
 

@@ -154,12 +154,16 @@ def test_every_kernel_of_topk_compiles_as_planned(arch: str, scores: str) -> Non
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_kernel_of_the_indexer_compiles_as_planned(arch: str) -> None:
-    """Each width of keys, one of them with scores of both dtypes."""
+    """Each width of keys, one of them with scores of both dtypes; of other formats a width each, by turns."""
     shapes = ((32, "fp32"), (64, "bf16"), (128, "fp32"), (128, "bf16"))
     plans = []
     for dim, scores in shapes:
         changes = {"archs": [arch], "scores": scores, "index": {"heads": 64, "dim": dim, "keys": "fp8"}}
         plans += expand(load_spec("v32_indexer_h128").replace(**changes)).plans()
+    turn = list(ARCHS).index(arch)
+    for n, keys in enumerate(("mxfp8", "mxfp4")):
+        index = {"heads": 64, "dim": (128, 64, 32)[(turn + n) % 3], "keys": keys}
+        plans += expand(load_spec("v32_indexer_h128").replace(archs=[arch], index=index)).plans()
     require_as_planned(tuple(plans), arch)
 
 

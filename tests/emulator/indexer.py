@@ -18,16 +18,16 @@ from dsagen.emulator import Memory
 from dsagen.families.indexer_logits.op import partition_of
 from dsagen.matrix import expand
 from dsagen.runtime.emulated import EmulatorDriver
-from dsagen.runtime.indexer import LogitsTensors, bind, out_arguments
+from dsagen.runtime.indexer import FORM, LogitsTensors, bind, out_arguments
 from dsagen.spec import DeploymentSpec, load_spec
 
 # Parameters that point into a tensor of the call.
-_POINTERS = {"q": "q", "k_cache": "k_cache", "weights": "weights", "lens": "context_lens", "block_table": "block_table"}
+_POINTERS = {name: FORM.addresses[name] for name in ("q", "k_cache", "weights", "lens", "block_table", "q_scales")}
 
 
 @cache
-def spec_of(arch: str, heads: int = 16, dim: int = 128, scores: str = "fp32") -> DeploymentSpec:
-    index = {"heads": heads, "dim": dim, "keys": "fp8"}
+def spec_of(arch: str, heads: int = 16, dim: int = 128, scores: str = "fp32", keys: str = "fp8") -> DeploymentSpec:
+    index = {"heads": heads, "dim": dim, "keys": keys}
     return load_spec(
         {"model": "v32", "heads": 16, "archs": [arch], "ops": ["indexer_logits"], "index": index, "scores": scores}
     )
@@ -57,9 +57,14 @@ class EmulatedIndexer:
         pass
 
     def indexer_logits(
-        self, *tensors: torch.Tensor, out: torch.Tensor, unscored_up_to: int, fill_neg_inf: bool
+        self,
+        *tensors: torch.Tensor,
+        out: torch.Tensor,
+        unscored_up_to: int,
+        fill_neg_inf: bool,
+        q_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        given = LogitsTensors(*tensors, out)
+        given = LogitsTensors(*tensors, q_scales, out)
         driver = EmulatorDriver(arch_row(self.spec.archs[0]))
         shape, arguments = bind(given, None, unscored_up_to, fill_neg_inf, self.spec, driver)
         part = partition_of(self.kernel.plan, shape, self.sms)
@@ -67,6 +72,8 @@ class EmulatedIndexer:
         values: dict[str, Any] = {**arguments, **shared, **out_arguments(out)}
         memory = Memory()
         for parameter, name in (*_POINTERS.items(), ("scores", "out")):
+            if getattr(given, name) is None:
+                continue
             whole = torch.empty(0, dtype=torch.uint8).set_(getattr(given, name).untyped_storage())
             address = memory.add(name, whole, writable=name == "out", initialised=name != "out")
             values[parameter] += address - whole.data_ptr()

@@ -241,7 +241,7 @@ _LOGITS_CASES = (
 
 def _run_logits(kernel: Kernel, attempt: Attempt) -> str:
     axes = dict(kernel.plan.variant.axes)
-    spec = indexer.spec_of(kernel.plan.variant.arch, 16, int(axes["dim"]), str(axes["score"]))
+    spec = indexer.spec_of(kernel.plan.variant.arch, 16, int(axes["dim"]), str(axes["score"]), str(axes["keys"]))
     subject = indexer.EmulatedIndexer(spec, kernel, attempt.seed, attempt.schedule)
     return indexer.problem(_LOGITS_CASES[attempt.seed % 2], subject)
 

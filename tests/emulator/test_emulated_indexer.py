@@ -35,6 +35,37 @@ def test_kernels_of_every_arch_class_and_width(arch: str, dim: int, scores: str)
         assert problem(case, kernel) == ""
 
 
+@pytest.mark.parametrize(
+    ("arch", "keys", "dim"),
+    [("sm_80", "mxfp8", 64), ("sm_80", "mxfp4", 32), ("sm_90a", "mxfp8", 32), ("sm_90a", "mxfp8", 128),
+     ("sm_90a", "mxfp4", 64), ("sm_90a", "mxfp4", 128)],
+)  # fmt: skip
+def test_kernels_of_block_scaled_keys(arch: str, keys: str, dim: int) -> None:
+    kernel = indexer(arch, seed=dim, dim=dim, keys=keys)
+    for case in (TILES, WORDS, replace(WORDS, contents=Contents.LARGE), replace(WORDS, contents=Contents.SPECIAL)):
+        assert problem(case, kernel) == ""
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_golden_logits_of_mxfp4_keys(arch: str) -> None:
+    with np.load(VECTORS / "indexer_paged_mxfp4.npz") as data:
+        pool, want = torch.from_numpy(data["pool"]), torch.from_numpy(data["logits_f64"])
+        stride, page_size = int(data["page_stride_bytes"]), int(data["page_size"])
+        cache = pool.as_strided((len(pool), page_size, 1, 68), (stride, 68, 68, 1))
+        rest = [torch.from_numpy(data[name]) for name in ("weights_f32", "context_lens", "block_table")]
+        q, scales = torch.from_numpy(data["q_fp4"]), torch.from_numpy(data["q_scale_ue8m0"]).view(torch.int32)
+    out, options = torch.full(want.shape, 5.0), {"unscored_up_to": 0, "fill_neg_inf": True}
+    kernel = indexer(arch, heads=64, keys="mxfp4")
+    kernel.indexer_logits(q, cache, *rest, out=out, q_scales=scales.squeeze(-1), **options)
+    assert_golden(out, want)
+
+
+def assert_golden(out: torch.Tensor, want: torch.Tensor) -> None:
+    assert out.isneginf().equal(want.isneginf())
+    finite = want.isfinite()
+    assert float((out[finite].double() - want[finite]).abs().max()) < 1e-6 * float(want[finite].abs().max())
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_golden_logits(arch: str) -> None:
     with np.load(VECTORS / "indexer_paged_fp8.npz") as data:
@@ -45,9 +76,7 @@ def test_golden_logits(arch: str) -> None:
         q = torch.from_numpy(data["q_e4m3"])
     out = torch.full(want.shape, 5.0)
     indexer(arch, heads=32).indexer_logits(q, cache, *rest, out=out, unscored_up_to=0, fill_neg_inf=True)
-    assert out.isneginf().equal(want.isneginf())
-    finite = want.isfinite()
-    assert float((out[finite].double() - want[finite]).abs().max()) < 1e-6 * float(want[finite].abs().max())
+    assert_golden(out, want)
 
 
 @pytest.mark.parametrize(

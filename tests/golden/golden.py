@@ -39,12 +39,12 @@ def matrix_text(declared_archs: bool) -> str:
 
 
 def representative_plans() -> Iterator[KernelPlan]:
-    """The first plan of each family, role, body and pair of KV formats in the shipped specs."""
+    """The first plan of each family, role, body, pair of KV formats and format of index keys in the shipped specs."""
     seen = set()
     for name in shipped_specs():
         for plan in expand(load_spec(name)).plans():
             variant, axes = plan.variant, dict(plan.variant.axes)
-            key = (variant.family, variant.kernel, variant.body, axes.get("kv"), axes.get("xkv"))
+            key = (variant.family, variant.kernel, variant.body, axes.get("kv"), axes.get("xkv"), axes.get("keys"))
             if key not in seen:
                 seen.add(key)
                 yield plan

@@ -36,7 +36,9 @@ class ModelIndexer:
     def prepare(self):
         pass
 
-    def indexer_logits(self, q, k_cache, weights, context_lens, block_table, *, out, unscored_up_to, fill_neg_inf):
+    def indexer_logits(
+        self, q, k_cache, weights, context_lens, block_table, *, out, unscored_up_to, fill_neg_inf, q_scales=None
+    ):
         batch, next_n = q.shape[:2]
         self.calls += 1
         width = out.shape[1]
@@ -51,7 +53,10 @@ class ModelIndexer:
             context_lens = context_lens.as_strided(context_lens.shape, (next_n, 1)[: context_lens.dim()])
         skipped = 0 if self.defect == "scores every row" else unscored_up_to
         given = (q, k_cache, weights, context_lens, block_table)
-        scores, scored = logits_reference(*given, index_format("fp8"), width, unscored_up_to=skipped)
+        if self.defect == "takes q's scales for ones" and q_scales is not None:
+            q_scales = torch.full_like(q_scales, 0x7F7F7F7F)
+        record = index_format(self.spec.index.keys)
+        scores, scored = logits_reference(*given, record, width, q_scales=q_scales, unscored_up_to=skipped)
         if self.defect == "takes NaN for zero":
             scores = scores.nan_to_num(0.0, torch.inf, -torch.inf)
         if self.defect == "keeps few bits":
@@ -97,6 +102,17 @@ def test_a_right_implementation_passes(scores):
 def test_keys_of_other_widths(dim):
     cases = [case for case in cpu_cases() if "contents" in case.name or "page61" in case.name]
     assert {r.status for r in results_of(cases, index={"heads": 8, "dim": dim})} == {"passed"}
+
+
+@pytest.mark.parametrize("dim", [32, 128])
+@pytest.mark.parametrize("keys", ["mxfp8", "mxfp4"])
+def test_keys_with_scales_of_blocks(keys, dim):
+    cases = [case for case in cpu_cases() if "contents" in case.name or "page61" in case.name or "alone" in case.name]
+    cases = [case for case in cases if keys == "mxfp8" or case.contents is not Contents.NAN_KEYS]
+    changes = {"index": {"heads": 8, "dim": dim, "keys": keys}}
+    assert {r.status for r in results_of(cases, **changes)} == {"passed"}
+    (result,) = results_of(cases[:1], "takes q's scales for ones", **changes)
+    assert result.status == "failed" and result.problem.startswith("scores: scores[")
 
 
 def test_the_lists_are_complete():

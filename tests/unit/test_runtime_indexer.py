@@ -117,6 +117,57 @@ def test_nothing_is_launched_for_nothing():
     assert not driver.launches
 
 
+def words(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(("keys", "codes"), [("mxfp8", 128), ("mxfp4", 64)])
+def test_block_of_a_call_with_scales_of_q(keys, codes):
+    driver, kernels = make(index={"heads": 24, "keys": keys})
+    q = torch.zeros(BATCH, NEXT_N, 24, codes, dtype=torch.uint8)
+    scales = words(BATCH, NEXT_N + 1, 30)[:, 1:, :24]
+    given = tensors(q=q, k_cache=cache(dim=codes), q_scales=scales)
+    kernels.indexer_logits(**given, max_seq_len=WIDTH)
+    _, block = block_of(kernels, driver)
+    assert (block["q_scales"], block["q_scale_stride_b"], block["q_scale_stride_n"]) == (scales.data_ptr(), 90, 30)
+    assert (block["q_stride_h"], block["page_stride_bytes"]) == (codes, PAGE * (codes + 4))
+
+
+@pytest.mark.parametrize(
+    ("keys", "changes", "message"),
+    [
+        ("fp8", {"q_scales": words(3, 2, 24)}, "[T-23] q_scales: given, and fp8 keys have one fp32 scale each"),
+        ("mxfp8", {}, "[T-23] q_scales: missing, and mxfp8 codes of q have a ue8m0 for 32 dims"),
+        ("mxfp8", {"q_scales": words(3, 2, 24).float()}, "[T-04] q_scales: dtype float32, expected int32 for [batch, "),
+        ("mxfp8", {"q_scales": words(6, 24)}, "[T-05] q_scales: 2 dims (6, 24), expected 3: [batch, next_n, heads], "),
+        (
+            "mxfp8",
+            {"q_scales": words(3, 2, 16)},
+            "[T-06] q_scales: shape (3, 2, 16), expected [batch, next_n, ",
+        ),
+        ("mxfp8", {"q_scales": words(3, 24, 2).transpose(1, 2)}, "[T-07] q_scales: last dim has stride 2"),
+        ("mxfp8", {"k_cache": cache(dim=64), "q_scales": words(3, 2, 24)}, "[T-06] k_cache: shape (5, 16, 1, 68), "),
+        ("mxfp4", {"q_scales": words(3, 2, 24)}, "[T-04] q: dtype float8_e4m3fn, expected uint8 or int8 for [batch, "),
+        (
+            "mxfp4",
+            {"q": torch.zeros(3, 2, 24, 128, dtype=torch.uint8), "q_scales": words(3, 2, 24)},
+            "[T-06] q: shape (3, 2, 24, 128), expected [batch, next_n, heads, dim / 2], e2m1 codes = (*, *, 24, 64)",
+        ),
+        (
+            "mxfp4",
+            {"q": torch.zeros(3, 2, 24, 64, dtype=torch.uint8), "q_scales": words(3, 2, 24)},
+            "[T-06] k_cache: shape (5, 16, 1, 132), expected [pages, page_size, 1, bytes of a mxfp4 key] = ",
+        ),
+    ],
+)
+def test_scales_and_codes_of_another_format_are_refused(keys, changes, message):
+    driver, kernels = make(index={"heads": 24, "keys": keys})
+    with pytest.raises(GuardError) as caught:
+        kernels.indexer_logits(**{**tensors(), "max_seq_len": WIDTH, **changes})
+    assert str(caught.value).startswith(message)
+    assert not driver.launches
+
+
 REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
     ({"q": None}, "[T-01] q: expected a torch.Tensor, found NoneType"),
     ({"q": torch.zeros(3, 2, 24, 128)}, "[T-04] q: dtype float32, expected float8_e4m3fn or uint8 or int8"),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from dsagen.arch import Arch
 from dsagen.arch import arch as arch_row
 from dsagen.families.indexer_logits.geometry import (
-    KEYS_CPP,
+    CODES_CPP,
     MOST_HEADS,
     REGISTERS,
     SCORE_CPP,
@@ -16,7 +17,7 @@ from dsagen.families.indexer_logits.geometry import (
     smem_fields,
 )
 from dsagen.families.indexer_logits.guards import LAUNCH_GUARDS, PLAN_GUARDS
-from dsagen.families.indexer_logits.params import PARAMS
+from dsagen.families.indexer_logits.params import params_of
 from dsagen.family import Cell
 from dsagen.guard import Guard, check
 from dsagen.index_format import index_format
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 
 NAME = "indexer_logits"
 BODY = "mma_sync"
+# The kernel for keys in pages, and the one for keys in one piece.
+PAGED, RAGGED = "main", "ragged"
+ROLES: Mapping[str, str] = {"paged": PAGED, "ragged": RAGGED}
 
 # A plan guard's names in the generated unit; names that are not here are printed as numbers.
 _C_NAMES = {
@@ -39,25 +43,23 @@ _C_NAMES = {
 
 
 class IndexerLogits:
-    """Logits of the indexer over a paged cache of keys, portable body."""
+    """Logits of the indexer over keys in pages or in one piece, portable body."""
 
     name = NAME
     ops: tuple[str, ...] = ("indexer_logits",)
     guards: tuple[Guard, ...] = PLAN_GUARDS + LAUNCH_GUARDS
 
     def expand(self, spec: DeploymentSpec, arch: Arch) -> tuple[Cell, ...]:
-        """The one kernel that scores keys of the spec's index format, for any number of heads and tokens."""
+        """A kernel for each form that the spec has keys in, for any number of heads and tokens."""
         assert spec.index is not None and spec.scores is not None, "a spec with the op has an index and a score dtype"
-        if spec.index.keys not in KEYS_CPP:
-            why = f"index.keys = {spec.index.keys}: no kernel reads such keys yet: {', '.join(KEYS_CPP)} is built"
-            return (Cell(NAME, "main", arch.name, None, why),)
         axes: tuple[tuple[str, str | int], ...] = (
             ("keys", spec.index.keys),  # how codes become operands
             ("dim", spec.index.dim),  # steps of a product, registers, shared memory
             ("score", spec.scores),  # the conversion and the width of a store
             ("smem", arch.smem_class),  # shared memory: stages of the ring, blocks on an SM
         )
-        return (Cell(NAME, "main", arch.name, Variant(NAME, "main", BODY, arch.name, axes)),)
+        roles = [ROLES[form] for form in spec.index.forms]
+        return tuple(Cell(NAME, role, arch.name, Variant(NAME, role, BODY, arch.name, axes)) for role in roles)
 
     def plan(self, variant: Variant) -> KernelPlan:
         """The plan of a variant; GuardError names the limit that it breaks."""
@@ -70,8 +72,9 @@ FAMILY = IndexerLogits()
 def plan_main(variant: Variant, geometry: Geometry | None = None) -> KernelPlan:
     """The kernel's plan; `geometry` overrides the preferred one (for tests and for measuring others)."""
     arch, record = arch_row(variant.arch), index_format(str(variant.axis("keys")))
-    g = geometry or preferred_geometry(variant.axis_int("dim"), arch)
-    (fields, smem_bytes), (params, params_bytes) = smem_fields(g), lay_out_params(PARAMS)
+    g = geometry or preferred_geometry(variant.axis_int("dim"), arch, record)
+    ragged = variant.kernel == RAGGED
+    (fields, smem_bytes), (params, params_bytes) = smem_fields(g), lay_out_params(params_of(record, ragged=ragged))
     values = {
         "smem_bytes": smem_bytes,
         "smem_optin_bytes": arch.smem_optin_bytes,
@@ -86,7 +89,8 @@ def plan_main(variant: Variant, geometry: Geometry | None = None) -> KernelPlan:
         "most_heads": MOST_HEADS,
     }
     check(PLAN_GUARDS, values, variant.slug)
-    body = "indexer_logits::MmaSync<Constants, SharedStorage, Keys, Score, Params>"
+    body = "indexer_logits::MmaSync<Constants, SharedStorage, Codes, Score, Places, Params>"
+    places = "ContiguousKeys" if ragged else "PagedKeys"
     return KernelPlan(
         variant=variant,
         constants=(
@@ -95,11 +99,13 @@ def plan_main(variant: Variant, geometry: Geometry | None = None) -> KernelPlan:
             ("kTileKeys", g.tile_keys),
             ("kStages", g.stages),
             ("kDim", g.dim),
+            ("kRowBytes", g.row_bytes),
             ("kQueryRows", g.query_rows),
             ("kQueryPitchBytes", g.query_pitch_bytes),
         ),
         types=(
-            TypeAlias("Keys", *KEYS_CPP[str(variant.axis("keys"))]),
+            TypeAlias("Codes", CODES_CPP[record.format_id], "indexer_logits/codes.cuh"),
+            TypeAlias("Places", f"indexer_logits::{places}<Constants, Params>", "indexer_logits/key_places.cuh"),
             TypeAlias("Score", SCORE_CPP[str(variant.axis("score"))], "indexer_logits/store.cuh"),
             TypeAlias("Body", body, "indexer_logits/mma_sync.cuh"),
         ),

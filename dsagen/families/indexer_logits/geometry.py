@@ -6,10 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dsagen.arch import SMEM_RESERVED_PER_BLOCK_BYTES, Arch
+from dsagen.index_format import INDEX_FORMATS, IndexFormat
 from dsagen.plan import SmemField, lay_out_smem
 
-# How a body reads the codes of a format: the class and its header.
-KEYS_CPP: Mapping[str, tuple[str, str]] = {"fp8": ("kv::E4m3Halves", "prims/kv/e4m3_halves.cuh")}
+# How the portable body reads the codes of a format.
+CODES_CPP: Mapping[str, str] = {
+    "fp8": "indexer_logits::Fp8Codes",
+    "mxfp8": "indexer_logits::Mxfp8Codes",
+    "mxfp4": "indexer_logits::Mxfp4Codes",
+}
 SCORE_CPP: Mapping[str, str] = {"fp32": "indexer_logits::Fp32Score", "bf16": "indexer_logits::Bf16Score"}
 DIMS = (32, 64, 128)
 MOST_HEADS = 128
@@ -31,6 +36,7 @@ class Geometry:
     """A block of `warps`, each with its own ring of `stages` tiles of 16 `blocks` keys; `per_sm` blocks on an SM."""
 
     dim: int
+    row_bytes: int  # codes of a key
     stages: int
     per_sm: int
     warps: int = WARPS
@@ -53,12 +59,13 @@ class Geometry:
         return 2 * self.dim + 16
 
 
-def preferred_geometry(dim: int, arch: Arch) -> Geometry:
+def preferred_geometry(dim: int, arch: Arch, record: IndexFormat = INDEX_FORMATS["fp8"]) -> Geometry:
     """Two blocks on an SM where both fit, each with as deep a ring as leaves room for the other.
 
     A block waits at the start of a unit, while the other one goes on.
     """
-    choices = [Geometry(dim, stages, per_sm) for per_sm in (2, 1) for stages in range(MOST_STAGES, 0, -1)]
+    row_bytes = record.code_bytes(dim)
+    choices = [Geometry(dim, row_bytes, stages, per_sm) for per_sm in (2, 1) for stages in range(MOST_STAGES, 0, -1)]
     return next((g for g in choices if _fits(g, arch)), choices[-1])
 
 
@@ -73,10 +80,10 @@ def smem_fields(g: Geometry) -> tuple[tuple[SmemField, ...], int]:
     ring = (g.warps, g.stages)
     return lay_out_smem(
         (
-            SmemField("keys", "u8", (*ring, g.tile_keys * g.dim), "codes of each warp's tiles", align_bytes=128),
+            SmemField("keys", "u8", (*ring, g.tile_keys * g.row_bytes), "codes of each warp's tiles", align_bytes=128),
             SmemField("scales", "u32", (*ring, g.tile_keys), "their scales"),
             SmemField("held", "u32", (*ring, g.tile_keys // 32), "a bit for each key that a page holds"),
-            SmemField("query", "u8", (g.query_rows, g.query_pitch_bytes), "q as f16, a row a token and head"),
+            SmemField("query", "u8", (g.query_rows, g.query_pitch_bytes), "operands of q, a row a token and head"),
             SmemField("weights", "u32", (g.query_rows,), "of the same rows, fp32"),
             SmemField("warp_sums", "u32", (3, 32), "of a prefix sum over the block, three sets"),
             SmemField("found", "u32", (4,), "where the block's span begins: unit and tile"),

@@ -1,11 +1,28 @@
-"""The argument block, member by member. Strides are in elements, those of q and of pages in bytes."""
+"""The argument blocks, member by member. Strides are in elements, those of q, keys and pages in bytes."""
 
 from __future__ import annotations
 
+from dsagen.index_format import IndexFormat
 from dsagen.plan import ParamField
 
-PARAMS: tuple[ParamField, ...] = (
-    ParamField("q", "pointer", "e4m3 [batch, next_n, heads, dim], last dim contiguous", "const u8"),
+_SCORES = (
+    ParamField("scores", "pointer", "[tokens, width] of the variant's dtype", "void"),
+    ParamField("score_stride", "i64", "distance between rows of scores"),
+    ParamField("width", "i32", "columns of scores"),
+)
+_CALL = (
+    ParamField("heads", "i32", "index heads"),
+    ParamField("unit_tokens", "i32", "neighbouring tokens that share a pass over keys"),
+)
+_LAST = (
+    ParamField("unscored", "i32", "tokens that see no more keys than this are left out; 0: none is"),
+    ParamField("fills", "i32", "1: -inf into the columns outside of each token's keys"),
+    ParamField("blocks", "u32", "blocks of the grid"),
+)
+_WIDE = "1: rows of codes start at multiples of 16 bytes; 0: of 4"
+
+PAGED_PARAMS: tuple[ParamField, ...] = (
+    ParamField("q", "pointer", "codes [batch, next_n, heads, bytes of dim], last dim contiguous", "const u8"),
     ParamField("q_stride_b", "i64", "bytes between requests"),
     ParamField("q_stride_n", "i64", "bytes between tokens of a request"),
     ParamField("q_stride_h", "i64", "bytes between heads"),
@@ -15,7 +32,7 @@ PARAMS: tuple[ParamField, ...] = (
     ParamField("page_size", "u32", "keys of a page"),
     ParamField("page_multiplier", "u64", "division by page_size: ceil(2^(31 + shift) / page_size)"),
     ParamField("page_shift", "u32", "ceil(log2(page_size))"),
-    ParamField("wide_copies", "i32", "1: pages start at multiples of 16 bytes; 0: of 4"),
+    ParamField("wide_copies", "i32", _WIDE),
     ParamField("weights", "pointer", "fp32 [batch * next_n, heads], of either sign", "const float"),
     ParamField("weight_stride", "i64", "distance between rows of weights"),
     ParamField("lens", "pointer", "int32 [batch, next_n], or [batch]", "const i32"),
@@ -25,15 +42,49 @@ PARAMS: tuple[ParamField, ...] = (
     ParamField("most_keys", "i32", "bound of all lengths: columns of scores, and keys that a table row names"),
     ParamField("block_table", "pointer", "int32 [batch, columns] page numbers", "const i32"),
     ParamField("table_stride", "i64", "distance between rows of block_table"),
-    ParamField("scores", "pointer", "[batch * next_n, width] of the variant's dtype", "void"),
-    ParamField("score_stride", "i64", "distance between rows of scores"),
-    ParamField("width", "i32", "columns of scores"),
+    *_SCORES,
     ParamField("batch", "i32", "requests"),
     ParamField("next_n", "i32", "tokens of a request"),
-    ParamField("heads", "i32", "index heads"),
-    ParamField("unit_tokens", "i32", "tokens of a request that share a pass over its keys"),
+    *_CALL,
     ParamField("unit_count", "i32", "passes over the keys of a request: ceil(next_n / unit_tokens)"),
-    ParamField("unscored", "i32", "tokens that see no more keys than this are left out; 0: none is"),
-    ParamField("fills", "i32", "1: -inf into the columns behind each token's keys"),
-    ParamField("blocks", "u32", "blocks of the grid"),
+    *_LAST,
 )
+PAGED_SCALE_PARAMS: tuple[ParamField, ...] = (
+    ParamField("q_scales", "pointer", "words of ue8m0 [batch, next_n, heads], last dim contiguous", "const u32"),
+    ParamField("q_scale_stride_b", "i64", "distance between requests"),
+    ParamField("q_scale_stride_n", "i64", "distance between tokens of a request"),
+)
+RAGGED_PARAMS: tuple[ParamField, ...] = (
+    ParamField("q", "pointer", "codes [tokens, heads, bytes of dim], last dim contiguous", "const u8"),
+    ParamField("q_stride_t", "i64", "bytes between tokens"),
+    ParamField("q_stride_h", "i64", "bytes between heads"),
+    ParamField("keys", "pointer", "codes [keys, bytes of dim], last dim contiguous", "const u8"),
+    ParamField("key_stride_bytes", "i64", "distance between keys"),
+    ParamField("scales", "pointer", "words [keys] of the variant's scales", "const u8"),
+    ParamField("scale_stride_bytes", "i64", "distance between them"),
+    ParamField("key_count", "i32", "keys"),
+    ParamField("wide_copies", "i32", _WIDE),
+    ParamField("weights", "pointer", "fp32 [tokens, heads], of either sign", "const float"),
+    ParamField("weight_stride", "i64", "distance between rows of weights"),
+    ParamField("starts", "pointer", "int32 [tokens], the first key that a token sees", "const i32"),
+    ParamField("start_stride", "i64", "distance between them"),
+    ParamField("ends", "pointer", "int32 [tokens], one past the last", "const i32"),
+    ParamField("end_stride", "i64", "distance between them"),
+    *_SCORES,
+    ParamField("compressed", "i32", "1: column 0 of a row is its first key; 0: key 0"),
+    ParamField("tokens", "i32", "rows of scores"),
+    *_CALL,
+    ParamField("unit_count", "i32", "passes over keys: ceil(tokens / unit_tokens)"),
+    *_LAST,
+)
+RAGGED_SCALE_PARAMS: tuple[ParamField, ...] = (
+    ParamField("q_scales", "pointer", "words of ue8m0 [tokens, heads], last dim contiguous", "const u32"),
+    ParamField("q_scale_stride_t", "i64", "distance between tokens"),
+)
+
+
+def params_of(record: IndexFormat, *, ragged: bool) -> tuple[ParamField, ...]:
+    """The block of a kernel, which has scales of q where keys have several."""
+    if ragged:
+        return (*RAGGED_PARAMS, *(RAGGED_SCALE_PARAMS if record.is_block_scaled else ()))
+    return (*PAGED_PARAMS, *(PAGED_SCALE_PARAMS if record.is_block_scaled else ()))

@@ -42,6 +42,15 @@ def read_keys(record: IndexFormat, pool: Tensor, dim: int, pages: Tensor, offset
     return _decoded(record.values, codes), words.contiguous().view(torch.float32).double().squeeze(1)
 
 
+def query_values(record: IndexFormat, q: Tensor, q_scales: Tensor | None) -> Tensor:
+    """fp64 [..., dim] of codes [..., bytes of dim codes] and, of a block-scaled format, words int32 [...]."""
+    if not record.is_block_scaled:
+        return _decoded(record.values, q.view(torch.uint8))
+    assert q_scales is not None
+    words = q_scales.contiguous().view(torch.uint8).view(*q_scales.shape, SCALE_WORD_BYTES)
+    return scaled_values(record, q.view(torch.uint8), words)
+
+
 def scaled_values(record: IndexFormat, codes: Tensor, words: Tensor) -> Tensor:
     """fp64 [..., dim] values of a block-scaled format times their scales, each rounded as a bf16.
 
@@ -72,14 +81,16 @@ def logits_reference(
     record: IndexFormat,
     width: int,
     *,
+    q_scales: Tensor | None = None,
     unscored_up_to: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """(scores fp64 [batch * next_n, width], bool of the same shape: which of them are scored).
 
-    q is e4m3 [batch, next_n, heads, dim], weights [batch * next_n, heads]; what is not scored is -inf, and so is a key
-    whose table entry names no page.
+    q is codes [batch, next_n, heads, bytes of dim], q_scales words [batch, next_n, heads], weights [batch * next_n,
+    heads]; what is not scored is -inf, and so is a key whose table entry names no page.
     """
-    batch, next_n, _, dim = q.shape
+    queries = query_values(record, q, q_scales)
+    batch, next_n, _, dim = queries.shape
     pages, page_size = k_cache.shape[:2]
     most = min(width, block_table.shape[1] * page_size)
     limits = limits_reference(context_lens, batch, next_n, most)
@@ -94,10 +105,17 @@ def logits_reference(
         page = block_table[request].long()[seen // page_size]
         there = (page >= 0) & (page < pages)
         values, scales = read_keys(record, k_cache, dim, torch.where(there, page, 0), seen % page_size)
-        products = torch.einsum("nhd,kd->nhk", q[request].double(), values).relu()
         w = weights.reshape(batch, next_n, -1)[request].double()
-        # NaN goes through: einsum multiplies zeros by it as well.
-        own = torch.einsum("nh,nhk->nk", w, products) * scales
+        own = scores_of(queries[request], w, values) * scales
         scores[request, :, :keys] = torch.where(there, own, -torch.inf)
     scored = position < limits[..., None]
     return scores.masked_fill(~scored, -torch.inf).flatten(0, 1), scored.flatten(0, 1)
+
+
+def scores_of(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
+    """fp64 [tokens, keys] sums over heads of fp64 [tokens, heads, dim], [tokens, heads] and [keys, dim].
+
+    NaN goes through: einsum multiplies zeros by it as well.
+    """
+    products = torch.einsum("nhd,kd->nhk", queries, keys).relu()
+    return torch.einsum("nh,nhk->nk", weights, products)
