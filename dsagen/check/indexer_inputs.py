@@ -45,7 +45,7 @@ class LogitsInputs:
         """Take another's contents, in place."""
         theirs = (*other.tensors, *other.named.values())
         for mine, new in zip((*self.tensors, *self.named.values()), theirs, strict=True):
-            _whole(mine).copy_(_whole(new))
+            whole_storage(mine).copy_(whole_storage(new))
 
     def request(self, index: int) -> LogitsInputs:
         """The tensors of one request, in the same memory."""
@@ -230,6 +230,6 @@ def weights_of(contents: Contents, shape: tuple[int, ...], generator: torch.Gene
     return weights
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def whole_storage(tensor: Tensor) -> Tensor:
     """All bytes of a tensor's storage."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

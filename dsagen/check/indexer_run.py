@@ -18,7 +18,7 @@ from dsagen.families.indexer_logits.reference import limits_reference, logits_re
 from dsagen.index_format import SCALE_WORD_BYTES, IndexFormat, index_format
 from dsagen.spec import DeploymentSpec
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+SCORE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _REPLAYS = 4
 # Errors of fp32 sums over dims and heads, in units of the sum of all magnitudes; products of 13 bits would have 2^-13.
 _SUM_ERROR = 2.0**-18
@@ -44,6 +44,7 @@ class LogitsRun:
     kernels: Callable[[LogitsCase], LogitsKernels]
     device: torch.device
     seed: int
+    form = "paged"
 
     def run(self) -> None:
         """Run and compare. WrongResultError for a wrong result, NotRunError for want of a device."""
@@ -57,9 +58,9 @@ class LogitsRun:
                 for number in range(2, REPEATS + 1):
                     outputs.poison_again()
                     self.call(kernels, inputs, outputs.view)
-                    _require_same_bits(f"run {number}", outputs.view, first)
+                    require_same_bits(f"run {number}", outputs.view, first)
             case Probe.GRAPH:
-                self._replay(kernels)
+                replay(self, kernels)
             case Probe.ALONE:
                 self._alone(kernels)
 
@@ -73,7 +74,7 @@ class LogitsRun:
 
     def outputs(self, kernels: LogitsKernels) -> GuardedTensor:
         """Poisoned scores between guard zones."""
-        case, dtype = self.case, _DTYPES[str(kernels.spec.scores)]
+        case, dtype = self.case, SCORE_DTYPES[str(kernels.spec.scores)]
         return GuardedTensor.outputs((case.rows, case.width), dtype, self.device, case.strided)
 
     def call(self, kernels: LogitsKernels, inputs: LogitsInputs, out: Tensor) -> None:
@@ -99,10 +100,10 @@ class LogitsRun:
             most = min(case.width, inputs.block_table.shape[1] * case.page_size)
             limits = limits_reference(inputs.context_lens, case.batch, case.next_n, most).flatten()
             behind = torch.arange(case.width, device=self.device) >= limits[:, None]
-            _require("columns behind the window", found, behind & (found != -torch.inf), want)
+            require_none("columns behind the window", found, behind & (found != -torch.inf), want)
             outside &= ~behind
-        _require("columns that nothing should write", found, outside & (integer != outputs.poison), want)
-        _require("scores", found, scored & self._differs(found, want, inputs, record), want)
+        require_none("columns that nothing should write", found, outside & (integer != outputs.poison), want)
+        require_none("scores", found, scored & self._differs(found, want, inputs, record), want)
         # Last, since it poisons what was written.
         written = outputs.written_outside()
         if written:
@@ -136,26 +137,29 @@ class LogitsRun:
             one = self.outputs(kernels)
             rows = slice(request * next_n, (request + 1) * next_n)
             self.call(kernels, inputs.request(request), one.view[rows])
-            _require_same_bits(f"request {request} by itself", one.view[rows], outputs.view[rows])
+            require_same_bits(f"request {request} by itself", one.view[rows], outputs.view[rows])
 
-    def _replay(self, kernels: LogitsKernels) -> None:
-        if self.device.type != "cuda":
-            raise NotRunError("needs a CUDA device")
-        kernels.prepare()
-        inputs, outputs = self.inputs(kernels), self.outputs(kernels)
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
-            self.call(kernels, inputs, outputs.view)
-        torch.cuda.current_stream(self.device).wait_stream(stream)
-        with torch.cuda.graph(graph, stream=stream):
-            self.call(kernels, inputs, outputs.view)
-        for variation in range(_REPLAYS):
-            inputs.copy_from(self.inputs(kernels, variation))
-            outputs.poison_again()
-            graph.replay()
-            torch.cuda.synchronize(self.device)
-            self.compare(kernels, inputs, outputs)
+
+def replay(run: Any, kernels: Any) -> None:
+    """Capture the call of a run and replay it with other contents. NotRunError for want of a device."""
+    device: torch.device = run.device
+    if device.type != "cuda":
+        raise NotRunError("needs a CUDA device")
+    kernels.prepare()
+    inputs, outputs = run.inputs(kernels), run.outputs(kernels)
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        run.call(kernels, inputs, outputs.view)
+    torch.cuda.current_stream(device).wait_stream(stream)
+    with torch.cuda.graph(graph, stream=stream):
+        run.call(kernels, inputs, outputs.view)
+    for variation in range(_REPLAYS):
+        inputs.copy_from(run.inputs(kernels, variation))
+        outputs.poison_again()
+        graph.replay()
+        torch.cuda.synchronize(device)
+        run.compare(kernels, inputs, outputs)
 
 
 def is_exact(contents: Contents) -> bool:
@@ -194,7 +198,8 @@ def _magnitudes(record: IndexFormat, cache: Tensor) -> Tensor:
     return storage.as_strided(cache.shape, cache.stride())
 
 
-def _require(what: str, found: Tensor, bad: Tensor, want: Tensor) -> None:
+def require_none(what: str, found: Tensor, bad: Tensor, want: Tensor) -> None:
+    """WrongResultError for the first score that is bad."""
     count = int(bad.sum())
     if count:
         row, column = bad.nonzero()[0].tolist()
@@ -204,7 +209,8 @@ def _require(what: str, found: Tensor, bad: Tensor, want: Tensor) -> None:
         )
 
 
-def _require_same_bits(what: str, found: Tensor, first: Tensor) -> None:
+def require_same_bits(what: str, found: Tensor, first: Tensor) -> None:
+    """WrongResultError for the first score that is not the same to the bit."""
     integer = torch.int16 if found.dtype is torch.bfloat16 else torch.int32
     different = found.contiguous().view(integer) != first.contiguous().view(integer)
     if bool(different.any()):

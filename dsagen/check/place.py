@@ -23,6 +23,7 @@ from dsagen.check.indexer_cases import Probe as LogitsProbe
 from dsagen.check.kv_cases import REPEATS as KV_REPEATS
 from dsagen.check.kv_cases import KvCase
 from dsagen.check.kv_cases import Probe as KvProbe
+from dsagen.check.ragged_cases import RaggedCase
 from dsagen.check.step_cases import REPEATS as STEP_REPEATS
 from dsagen.check.step_cases import Probe as StepProbe
 from dsagen.check.step_cases import StepCase
@@ -36,7 +37,7 @@ from dsagen.runtime.api import load
 from dsagen.runtime.emulated import EmulatorOptions
 from dsagen.spec import DeploymentSpec
 
-Case = DecodeCase | TopkCase | KvCase | LogitsCase | IndexCacheCase | StepCase
+Case = DecodeCase | TopkCase | KvCase | LogitsCase | IndexCacheCase | StepCase | RaggedCase
 # Sizes at which a case takes about a minute of two cores. Larger ones are for devices.
 MOST_COLUMN_HEADS = 50_000_000
 MOST_SCORES = 50_000_000
@@ -97,6 +98,8 @@ def too_large(spec: DeploymentSpec, case: Case) -> str:
         what, size, limit, tensor_bytes = _index_size(spec, case)
     elif isinstance(case, StepCase):
         what, size, limit, tensor_bytes = _step_size(spec, case)
+    elif isinstance(case, RaggedCase):
+        what, size, limit, tensor_bytes = _ragged_size(spec, case)
     else:
         what, size, limit, tensor_bytes = _decode_size(spec, case)
     if size > limit:
@@ -158,3 +161,12 @@ def _step_size(spec: DeploymentSpec, case: StepCase) -> tuple[str, int, int, int
     # Attention over a column and a head takes about as long as the score of a key and a head.
     size = case.rows * (case.width * spec.index.heads + case.layers * case.k * spec.heads) * calls
     return "keys and columns x heads", size, MOST_KEY_HEADS, pool_bytes
+
+
+def _ragged_size(spec: DeploymentSpec, case: RaggedCase) -> tuple[str, int, int, int]:
+    calls = {LogitsProbe.REPEATED: LOGITS_REPEATS, LogitsProbe.ALONE: 2}.get(case.probe, 1)
+    assert spec.index is not None, "a case of the op is for a spec with an index"
+    tensor_bytes = case.keys * (index_format(spec.index.keys).record_bytes(spec.index.dim) + case.key_gap)
+    tensor_bytes += _SCORE_BYTES * case.tokens * case.columns
+    heads = case.heads or spec.index.heads
+    return "keys x heads", case.tokens * case.keys * heads * calls, MOST_KEY_HEADS, tensor_bytes

@@ -29,6 +29,8 @@ from dsagen.check.kv_cases import Action, KvCase, kv_cases
 from dsagen.check.kv_run import CacheKernels, KvRun
 from dsagen.check.place import Case, cuda_place, emulator_place
 from dsagen.check.probes import CaseRun, NotRunError, WrongResultError
+from dsagen.check.ragged_cases import RaggedCase, ragged_cases
+from dsagen.check.ragged_run import RaggedRun
 from dsagen.check.recording import record_report
 from dsagen.check.report import CaseResult, CheckReport
 from dsagen.check.step_cases import WINDOW, StepCase, step_cases
@@ -76,7 +78,7 @@ class KernelCache:
             return self._for_topk()
         if isinstance(case, KvCase):
             return self._for_caches()
-        if isinstance(case, LogitsCase):
+        if isinstance(case, LogitsCase | RaggedCase):
             return self._for_logits(case)
         if isinstance(case, IndexCacheCase):
             return self._for_index_cache()
@@ -120,7 +122,7 @@ class KernelCache:
         kernels: IndexCacheKernels = self._loaded[key]
         return kernels
 
-    def _for_logits(self, case: LogitsCase) -> LogitsKernels:
+    def _for_logits(self, case: LogitsCase | RaggedCase) -> LogitsKernels:
         """Kernels of the indexer alone, with the case's number of heads."""
         assert self.spec.index is not None
         heads = case.heads or self.spec.index.heads
@@ -233,7 +235,7 @@ def run_cases(
     return tuple(results)
 
 
-AnyRun = CaseRun | TopkRun | KvRun | LogitsRun | IndexCacheRun | StepRun
+AnyRun = CaseRun | TopkRun | KvRun | LogitsRun | IndexCacheRun | StepRun | RaggedRun
 # What runs a case, by its type.
 RUNS: Mapping[type, Callable[..., AnyRun]] = {
     DecodeCase: CaseRun,
@@ -242,6 +244,7 @@ RUNS: Mapping[type, Callable[..., AnyRun]] = {
     LogitsCase: LogitsRun,
     IndexCacheCase: IndexCacheRun,
     StepCase: StepRun,
+    RaggedCase: RaggedRun,
 }
 
 
@@ -252,10 +255,22 @@ def _not_run(case: Case, why: str) -> CaseResult:
 def run_case(run: AnyRun) -> tuple[CaseResult, bool]:
     """(result, whether the device is now unusable)."""
     result, faulted = _run_case(run)
-    slugs = tuple(sorted(run.launched)) if isinstance(run, TopkRun | CaseRun) else None
-    if isinstance(run, CaseRun) and not slugs:
-        slugs = None  # it came to no plan, or to one that does not tell
-    return replace(result, op=run.case.op, slugs=slugs), faulted
+    return replace(result, op=run.case.op, slugs=_slugs(run)), faulted
+
+
+def _slugs(run: AnyRun) -> tuple[str, ...] | None:
+    """Kernels that a case says something of; None for all that there are of its op."""
+    if isinstance(run, TopkRun):
+        return tuple(sorted(run.launched))
+    if isinstance(run, CaseRun):
+        # Without one it came to no plan, or to one that does not tell.
+        return tuple(sorted(run.launched)) or None
+    if isinstance(run, LogitsRun | RaggedRun):
+        kernels: Any = run.kernels(run.case)  # type: ignore[arg-type]
+        if len(kernels.spec.index.forms) > 1:
+            names: tuple[str, ...] = kernels.logits_slugs(run.form)
+            return names
+    return None
 
 
 def _run_case(run: AnyRun) -> tuple[CaseResult, bool]:
@@ -305,7 +320,8 @@ def cases_of(spec: DeploymentSpec, arch: str, tier: Tier, only: str | None = Non
             # Without a conversion instruction e4m3 codes are shifted into place, and code 0x7F reads as 480.
             assert spec.index is not None, "a spec with the op has an index"
             keeps_nan = index_format(spec.index.keys).values is E4M3 and arch_row(arch).has_e4m3_cvt
-            cases += logits_cases(tier, keeps_nan)
+            cases += logits_cases(tier, keeps_nan) if "paged" in spec.index.forms else ()
+            cases += ragged_cases(tier, keeps_nan) if "ragged" in spec.index.forms else ()
         elif op == IndexCacheCase.op:
             cases += index_cases(tier)
         else:

@@ -156,7 +156,7 @@ def _topk_lines(selection: Selection, rows: int, topk: int | None, width: int | 
 def _logits_lines(selection: Selection, batch: int, next_n: int, width: int | None, sms: int | None) -> list[str]:
     """What a call of the indexer takes on each arch; none where the spec has no such op."""
     from dsagen.arch import arch
-    from dsagen.families.indexer_logits.op import LogitsShape, explain_call
+    from dsagen.families.indexer_logits.op import LogitsShape, explain_forms
 
     index, archs = selection.spec.index, _archs_of(selection, "indexer_logits")
     if archs and width is None:
@@ -167,8 +167,10 @@ def _logits_lines(selection: Selection, batch: int, next_n: int, width: int | No
         title, count = _multiprocessors(selection, name, sms)
         lines.append(title)
         if count is not None:
-            (plan,) = _main_plans(selection, "indexer_logits", name)
-            lines.append(explain_call(plan, LogitsShape(batch, next_n, width or 0, index.heads), count, arch(name)))
+            plans = [
+                p for p in selection.matrix.plans() if (p.variant.family, p.variant.arch) == ("indexer_logits", name)
+            ]
+            lines.append(explain_forms(plans, LogitsShape(batch, next_n, width or 0, index.heads), count, arch(name)))
     return lines
 
 

@@ -44,6 +44,7 @@ from dsagen.runtime.index_cache import OP as INDEX_CACHE_OP
 from dsagen.runtime.index_cache_ops import IndexCacheOps
 from dsagen.runtime.indexer import FORM as LOGITS_FORM
 from dsagen.runtime.indexer import OP as LOGITS_OP
+from dsagen.runtime.indexer_ragged import FORM as RAGGED_FORM
 from dsagen.runtime.kv_cache import FORMS as CACHE_FORMS
 from dsagen.runtime.kv_cache import OP as CACHE_OP
 from dsagen.runtime.launch import OpLaunches, OpRoutes
@@ -161,6 +162,7 @@ class Kernels(CacheOps, IndexCacheOps, StepOps):
             role: OpLaunches(self._driver, form, self._debug_sync) for role, form in INDEX_FORMS.items()
         }
         self._logits_launches = OpLaunches(self._driver, LOGITS_FORM, self._debug_sync)
+        self._ragged_launches = OpLaunches(self._driver, RAGGED_FORM, self._debug_sync)
         self._devices: dict[int, DeviceKernels] = {}
         # What calls without a plan share.
         plainly = not (self._debug_sync or self._checks_values or self._poisons)

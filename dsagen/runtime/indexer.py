@@ -38,7 +38,7 @@ from dsagen.runtime.tensors import (
 from dsagen.spec import DeploymentSpec, IndexSpec
 
 OP = "indexer_logits"
-_TORCH_SCORES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+SCORE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Rows of scores that the op allocates begin at multiples of so many bytes, which is what top-k reads fastest.
 _ROW_BYTES = 16
 
@@ -134,16 +134,23 @@ def bind(
     )
 
 
-def make_out(t: LogitsTensors, shape: LogitsShape, spec: DeploymentSpec) -> torch.Tensor:
-    """The scores' destination as given, or new: [batch * next_n, width], rows at multiples of 16 B."""
-    if t.out is not None:
-        return t.out
-    dtype = _TORCH_SCORES[str(spec.scores)]
-    step = _ROW_BYTES // dtype.itemsize
-    made = torch.empty((shape.tokens, -(-shape.width // step) * step), dtype=dtype, device=t.q.device)
+def make_out(
+    out: torch.Tensor | None, tokens: int, width: int, spec: DeploymentSpec, device: torch.device
+) -> torch.Tensor:
+    """The scores' destination as given, or new: [tokens, width], rows at multiples of 16 B."""
+    if out is not None:
+        return out
+    dtype = SCORE_DTYPES[str(spec.scores)]
+    made = torch.empty((tokens, padded_width(width, dtype)), dtype=dtype, device=device)
     # A mode of torch that is active makes something else of it.
     require_plain("out", made)
-    return made[:, : shape.width]
+    return made[:, :width]
+
+
+def padded_width(width: int, dtype: torch.dtype) -> int:
+    """Distance between rows of scores that the op allocates, in elements."""
+    step = _ROW_BYTES // dtype.itemsize
+    return -(-width // step) * step
 
 
 def out_arguments(out: torch.Tensor) -> dict[str, Number]:
@@ -224,7 +231,7 @@ def _width(t: LogitsTensors, max_seq_len: int | None) -> int:
 def _require_out(t: LogitsTensors, spec: DeploymentSpec, tokens: int, width: int) -> None:
     if t.out is None:
         return
-    dtype = str(_TORCH_SCORES[str(spec.scores)]).removeprefix("torch.")
+    dtype = str(SCORE_DTYPES[str(spec.scores)]).removeprefix("torch.")
     require(TensorRule("out", (dtype,), "[batch * next_n, max_seq_len]", (tokens, width)), t.out)
     require_separate_elements("out", t.out)
 

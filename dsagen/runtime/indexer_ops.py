@@ -1,12 +1,22 @@
-"""The method of loaded kernels that scores cached index keys."""
+"""The methods of loaded kernels that score index keys."""
 
 from __future__ import annotations
 
 import torch
 
 from dsagen.arch import arch
-from dsagen.families.indexer_logits.guards import TILES_GUARD
-from dsagen.families.indexer_logits.op import LogitsShape, explain_call, partition_of, size_values
+from dsagen.errors import GuardError
+from dsagen.families.indexer_logits.guards import RAGGED_TILES_GUARD, TILES_GUARD
+from dsagen.families.indexer_logits.op import (
+    RAGGED,
+    ROLES,
+    LogitsShape,
+    explain_forms,
+    partition_of,
+    ragged_partition,
+    ragged_values,
+    size_values,
+)
 from dsagen.guard import check, require_bool
 from dsagen.runtime.indexer import (
     OP,
@@ -18,14 +28,16 @@ from dsagen.runtime.indexer import (
     make_out,
     out_arguments,
 )
+from dsagen.runtime.indexer_ragged import METHOD, RaggedTensors, bind_ragged, check_token_windows
 from dsagen.runtime.launch import OpLaunches, Step
 from dsagen.runtime.op_methods import OpMethods
 
 
 class IndexerOps(OpMethods):
-    """indexer_logits over what `Kernels` provides."""
+    """indexer_logits and indexer_logits_ragged over what `Kernels` provides."""
 
     _logits_launches: OpLaunches
+    _ragged_launches: OpLaunches
 
     def indexer_logits(
         self,
@@ -69,7 +81,7 @@ class IndexerOps(OpMethods):
         repeated = False if self._checks_values else self._logits_launches.repeat(*tensors, *scalars)
         if repeated is not False:
             return out if repeated is True else repeated[0]  # type: ignore[return-value]
-        self._require_op(OP)
+        self._require_form("paged", OP)
         fills = require_bool("fill_neg_inf", fill_neg_inf)
         shape, arguments = bind(tensors, max_seq_len, unscored_up_to, fills, self.spec, self._driver)
         ordinal = self._driver.ordinal(q.device)
@@ -82,7 +94,7 @@ class IndexerOps(OpMethods):
             if shape.tokens:
                 check_lengths(tensors, int(arguments["most_keys"]))
                 check_pages(tensors)
-        result = make_out(tensors, shape, self.spec)
+        result = make_out(out, shape.tokens, shape.width, self.spec, q.device)
         if shape.tokens and shape.width:
             part = partition_of(plan, shape, on.facts.sm_count)
             shared = {"unit_tokens": part.unit_tokens, "unit_count": part.unit_count, "blocks": part.blocks}
@@ -93,9 +105,82 @@ class IndexerOps(OpMethods):
             self._logits_launches.launch([Step(kernel, part.blocks)], stream, values, operands, call, asked)
         return result
 
-    def _explain_logits(self, ordinal: int, batch: int, next_n: int, width: int) -> str:
-        """What a call of that shape takes."""
+    def indexer_logits_ragged(
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        key_scales: torch.Tensor,
+        weights: torch.Tensor,
+        starts: torch.Tensor,
+        ends: torch.Tensor,
+        *,
+        q_scales: torch.Tensor | None = None,
+        max_window: int | None = None,
+        unscored_up_to: int = 0,
+        fill_neg_inf: bool = False,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As indexer_logits, of keys in one piece, of which each token sees a window: for prefill.
+
+        - q: codes of the spec's index-key format [tokens, heads, dim] (e2m1: dim / 2 bytes), last dim contiguous
+        - keys: codes [keys, dim], last dim contiguous, keys any multiple of 4 bytes apart (of 16 where copies should be
+          wide); key_scales: [keys], fp32, or of mxfp8 and mxfp4 int32 words of four ue8m0
+        - weights: fp32 [tokens, heads], of either sign; q_scales: of mxfp8 and mxfp4, int32 [tokens, heads]
+        - starts, ends: int32 [tokens]; token t sees keys starts[t] up to and without ends[t]. Any strides. A window is
+          what there is of it, and empty where it ends before it starts; with DSAGEN_CHECK_INDICES one that leaves
+          0..keys or is turned round is an error, and so is one that is longer than max_window
+        - max_window: compressed rows of so many columns, of which column j is key max(starts[t], 0) + j; a window has
+          no more keys than that. Otherwise scores are [tokens, keys], column j key j
+        - unscored_up_to: tokens that see no more keys than this are left out, as in indexer_logits
+        - fill_neg_inf: -inf into all other columns; otherwise nothing is written outside of a token's window
+        - out: [tokens, max_window or keys] of the spec's scores, allocated where not given
+
+        Neighbouring tokens share a pass over the keys that any of them sees. Returns out, raises as indexer_logits.
+        """
+        tensors = RaggedTensors(q, keys, key_scales, weights, starts, ends, q_scales, out)
+        scalars = (max_window, unscored_up_to, fill_neg_inf)
+        repeated = False if self._checks_values else self._ragged_launches.repeat(*tensors, *scalars)
+        if repeated is not False:
+            return out if repeated is True else repeated[0]  # type: ignore[return-value]
+        self._require_form("ragged", METHOD)
+        fills = require_bool("fill_neg_inf", fill_neg_inf)
+        shape, width, arguments = bind_ragged(tensors, max_window, unscored_up_to, fills, self.spec, self._driver)
+        ordinal = self._driver.ordinal(q.device)
+        assert ordinal is not None, "a bound tensor lies on a device"
         on = self._on(ordinal)
-        (plan,) = on.by_role[OP, "main"]
+        (plan,) = on.by_role[OP, RAGGED]
+        check([RAGGED_TILES_GUARD], ragged_values(plan, shape, on.facts.sm_count))
+        if self._checks_values:
+            self._refuse_capture(ordinal)
+            check_token_windows(tensors, max_window)
+        result = make_out(out, shape.tokens, width, self.spec, q.device)
+        if shape.tokens and width:
+            part = ragged_partition(plan, shape, on.facts.sm_count)
+            shared = {"unit_tokens": part.unit_tokens, "unit_count": part.unit_count, "blocks": part.blocks}
+            kernel, stream = self._loader.load(plan, ordinal), self._driver.current_stream(ordinal)
+            values = {**arguments, **shared, **out_arguments(result)}
+            operands = tensors._replace(out=result)
+            call, asked = (*operands, *scalars), (*tensors, *scalars)
+            self._ragged_launches.launch([Step(kernel, part.blocks)], stream, values, operands, call, asked)
+        return result
+
+    def logits_slugs(self, form: str) -> tuple[str, ...]:
+        """Names of the kernels that serve calls with keys in that form, paged or ragged."""
+        self._require_form(form, f"keys in the form {form}")
+        return tuple(plan.slug for plan in self._on(self._ordinal(None)).by_role[OP, ROLES[form]])
+
+    def _require_form(self, form: str, method: str) -> None:
+        """GuardError where the spec does not have index keys in that form."""
+        self._require_op(OP)
+        forms = index_of(self.spec).forms
+        if form not in forms:
+            raise GuardError(
+                f"[T-11] {method}: the spec {self.spec.name} declares index.forms {', '.join(forms)}: add {form} there"
+            )
+
+    def _explain_logits(self, ordinal: int, batch: int, next_n: int, width: int) -> str:
+        """What a call of that shape takes, in each form of keys that the spec has."""
+        on = self._on(ordinal)
+        plans = [plan for (op, _), plans in on.by_role.items() if op == OP for plan in plans]
         shape = LogitsShape(batch, next_n, width, index_of(self.spec).heads)
-        return explain_call(plan, shape, on.facts.sm_count, arch(on.arch))
+        return explain_forms(plans, shape, on.facts.sm_count, arch(on.arch))

@@ -164,6 +164,9 @@ def test_every_kernel_of_the_indexer_compiles_as_planned(arch: str) -> None:
     for n, keys in enumerate(("mxfp8", "mxfp4")):
         index = {"heads": 64, "dim": (128, 64, 32)[(turn + n) % 3], "keys": keys}
         plans += expand(load_spec("v32_indexer_h128").replace(archs=[arch], index=index)).plans()
+    # Of keys in one piece those of a format, by turns as well.
+    ragged = {**index, "keys": list(INDEX_FORMATS)[turn % 3], "dim": 128, "forms": ["ragged"]}
+    plans += expand(load_spec("v32_indexer_h128").replace(archs=[arch], index=ragged)).plans()
     require_as_planned(tuple(plans), arch)
 
 

@@ -14,11 +14,15 @@ from dsagen.arch import arch as arch_row
 from dsagen.check.indexer_cases import LogitsCase
 from dsagen.check.indexer_run import LogitsRun
 from dsagen.check.probes import WrongResultError
+from dsagen.check.ragged_cases import RaggedCase
+from dsagen.check.ragged_run import RaggedRun
 from dsagen.emulator import Memory
-from dsagen.families.indexer_logits.op import partition_of
+from dsagen.families.indexer_logits.op import partition_of, ragged_partition
 from dsagen.matrix import expand
 from dsagen.runtime.emulated import EmulatorDriver
 from dsagen.runtime.indexer import FORM, LogitsTensors, bind, out_arguments
+from dsagen.runtime.indexer_ragged import FORM as RAGGED_FORM
+from dsagen.runtime.indexer_ragged import RaggedTensors, bind_ragged
 from dsagen.spec import DeploymentSpec, load_spec
 
 # Parameters that point into a tensor of the call.
@@ -37,6 +41,12 @@ def spec_of(arch: str, heads: int = 16, dim: int = 128, scores: str = "fp32", ke
 def compiled(spec: DeploymentSpec) -> Kernel:
     (plan,) = expand(spec).plans()
     return Kernel(plan, ptx_of(plan))
+
+
+@cache
+def ragged_spec(arch: str, heads: int = 16, dim: int = 128, scores: str = "fp32", keys: str = "fp8") -> DeploymentSpec:
+    index = {"heads": heads, "dim": dim, "keys": keys, "forms": ["ragged"]}
+    return spec_of(arch).replace(index=index, scores=scores)
 
 
 @dataclass(frozen=True)
@@ -90,6 +100,61 @@ class EmulatedIndexer:
             page = page[: pool[number].numel()]
             memory.add(f"page {number}", page, writable=False, address=base + number * self.page_stride_bytes)
         return {"k_cache": base, "page_stride_bytes": self.page_stride_bytes}
+
+
+@dataclass(frozen=True)
+class EmulatedRagged:
+    """As EmulatedIndexer, of keys in one piece. With a `key_stride_bytes` they lie so far apart, nothing in between."""
+
+    spec: DeploymentSpec
+    kernel: Kernel
+    seed: int = 0
+    schedule: str | None = None
+    sms: int = 1
+    key_stride_bytes: int | None = None
+
+    def prepare(self) -> None:
+        pass
+
+    def indexer_logits_ragged(
+        self,
+        *tensors: torch.Tensor,
+        out: torch.Tensor,
+        max_window: int | None,
+        unscored_up_to: int,
+        fill_neg_inf: bool,
+        q_scales: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        given = RaggedTensors(*tensors, q_scales, out)
+        driver = EmulatorDriver(arch_row(self.spec.archs[0]))
+        shape, _, arguments = bind_ragged(given, max_window, unscored_up_to, fill_neg_inf, self.spec, driver)
+        part = ragged_partition(self.kernel.plan, shape, self.sms)
+        shared = {"unit_tokens": part.unit_tokens, "unit_count": part.unit_count, "blocks": part.blocks}
+        values: dict[str, Any] = {**arguments, **shared, **out_arguments(out)}
+        memory = Memory()
+        for parameter, name in RAGGED_FORM.addresses.items():
+            tensor = getattr(given, str(name))
+            if tensor is None or (parameter == "keys" and self.key_stride_bytes is not None):
+                continue
+            whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+            address = memory.add(str(name), whole, writable=name == "out", initialised=name != "out")
+            values[parameter] += address - whole.data_ptr()
+        if self.key_stride_bytes is not None:
+            base = 1 << 40
+            for number, key in enumerate(given.keys.view(torch.uint8)):
+                memory.add(f"key {number}", key, writable=False, address=base + number * self.key_stride_bytes)
+            values |= {"keys": base, "key_stride_bytes": self.key_stride_bytes}
+        self.kernel.launch(part.blocks, values, memory, self.seed, self.schedule)
+        return out
+
+
+def ragged_problem(case: RaggedCase, indexer: EmulatedRagged) -> str:
+    """What the check says of a case, empty where the kernel is right."""
+    try:
+        RaggedRun(case, lambda _: indexer, torch.device("cpu"), 7).run()
+    except WrongResultError as error:
+        return str(error)
+    return ""
 
 
 def problem(case: LogitsCase, indexer: EmulatedIndexer) -> str:

@@ -28,6 +28,8 @@ from dsagen.check.index_cases import Action as IndexAction
 from dsagen.check.index_cases import IndexCacheCase
 from dsagen.check.indexer_cases import Lengths, LogitsCase
 from dsagen.check.kv_cases import Contents
+from dsagen.check.ragged_cases import RaggedCase
+from dsagen.check.ragged_cases import Windows as RaggedWindows
 from dsagen.errors import EmulatorError
 from dsagen.families.kv_cache.reference import convert_reference, read_reference, write_reference
 from dsagen.families.sparse_decode import family as decode_family
@@ -239,10 +241,20 @@ _LOGITS_CASES = (
 )
 
 
+_RAGGED_CASES = (
+    RaggedCase("mutants", 13, 900, windows=RaggedWindows.PROMPTS, key_gap=16),
+    RaggedCase("mutants.words", 140, 130, 90, windows=RaggedWindows.BEYOND, fill=True, key_gap=4, heads=128),
+)
+
+
 def _run_logits(kernel: Kernel, attempt: Attempt) -> str:
-    axes = dict(kernel.plan.variant.axes)
-    spec = indexer.spec_of(kernel.plan.variant.arch, 16, int(axes["dim"]), str(axes["score"]), str(axes["keys"]))
-    subject = indexer.EmulatedIndexer(spec, kernel, attempt.seed, attempt.schedule)
+    variant = kernel.plan.variant
+    axes = variant.arch, 16, variant.axis_int("dim"), str(variant.axis("score")), str(variant.axis("keys"))
+    if variant.kernel == "ragged":
+        case = _RAGGED_CASES[attempt.seed % 2]
+        spec = indexer.ragged_spec(variant.arch, case.heads or 16, *axes[2:])
+        return indexer.ragged_problem(case, indexer.EmulatedRagged(spec, kernel, attempt.seed, attempt.schedule))
+    subject = indexer.EmulatedIndexer(indexer.spec_of(*axes), kernel, attempt.seed, attempt.schedule)
     return indexer.problem(_LOGITS_CASES[attempt.seed % 2], subject)
 
 
@@ -268,6 +280,7 @@ RUNNERS: dict[tuple[str, str], Runner] = {
     ("sparse_decode", "main"): _run_main,
     ("sparse_decode", "combine"): _run_combine,
     ("indexer_logits", "main"): _run_logits,
+    ("indexer_logits", "ragged"): _run_logits,
     ("kv_cache", "write"): _run_caches,
     ("kv_cache", "read"): _run_caches,
     ("kv_cache", "convert"): _run_caches,

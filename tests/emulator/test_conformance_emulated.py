@@ -66,6 +66,10 @@ STEP_V41: Mapping[str, Any] = {
     "ops": ["indexer_logits", "topk", "sparse_decode"],
     "index": {"heads": 32, "dim": 128, "keys": "fp8"},
 }
+RAGGED_CORE = (
+    r"ragged\.(contents\.special|window\.(beyond|edges\.compressed\.fill|many)|unscored\.150|place\.strided|shape\.heads24"
+    r"|graph|alone)"
+)
 SMALL_GQA: Mapping[str, Any] = {"heads": 8, "kv_heads": 2}
 
 
@@ -127,6 +131,7 @@ SUITES = (
     Suite("index-sm_90a", "v32_index_cache_h128", "sm_90a", but=r"index\.(gather\.repeated|.*page(2|61|256)\..*)"),
     Suite("index-sm_80", "v32_index_cache_h128", "sm_80", r"index\.(write\.[nmztls]|gather\.page5).*"),
     Suite("index-mxfp4-sm_90a", "v4_index_cache_h64", "sm_90a", r"index\.(write\.[nmztls]|.*page(1|64)\.pad).*"),
+    Suite("ragged-sm_90a", "v32_indexer_ragged_h128", "sm_90a", RAGGED_CORE),
     Suite(
         "logits-bf16-d64",
         "v32_indexer_h128",
@@ -166,10 +171,10 @@ def test_every_kind_of_the_quick_tier_runs() -> None:
         return {".".join(case.name.split(".")[: 1 if case.op == DecodeCase.op else 2]) for case in cases}
 
     ran = kinds(case for suite in SUITES for case in suite.cases())
-    assert ran | {"topk.repeated", "logits.repeated", "step.repeated"} == kinds(
+    assert ran | {"topk.repeated", "logits.repeated", "step.repeated", "ragged.repeated"} == kinds(
         c
         for suite in SUITES
-        if suite.name in ("v32-sm_90a", "v4-sm_90a", "topk-bf16-sm_80", "logits-sm_90a", "index-sm_90a", "step-sm_90a")
+        if suite.name in ("v32-sm_90a", "v4-sm_90a", "topk-bf16-sm_80", "logits-sm_90a", "index-sm_90a", "step-sm_90a", "ragged-sm_90a")
         for c in cases_of(suite.load(), suite.arch, "quick")
     )
 

@@ -20,6 +20,8 @@ from dsagen.check.index_cases import IndexCacheCase
 from dsagen.check.indexer_cases import Lengths, LogitsCase
 from dsagen.check.kv_cases import Action, KvCase
 from dsagen.check.place import Case
+from dsagen.check.ragged_cases import RaggedCase
+from dsagen.check.ragged_cases import Windows as RaggedWindows
 from dsagen.check.run import RUNS, run_case
 from dsagen.check.topk_cases import Ids, Scores, TopkCase, Windows
 from dsagen.emulator import DEVICE
@@ -51,6 +53,7 @@ CASES: tuple[Case, ...] = (
     TopkCase("golden.long", 70, 70_000, 64),
     LogitsCase("golden", 2, 2, 1000, 64, lengths=Lengths.WHOLE),
     *(IndexCacheCase(f"golden.{action}", action) for action in IndexAction),
+    RaggedCase("golden", 21, 1000, windows=RaggedWindows.PROMPTS),
     *(KvCase(f"golden.{action}.{extra}", action, extra) for action in Action for extra in (False, True)),
 )
 
@@ -77,6 +80,9 @@ def fitted(case: Case, spec: DeploymentSpec) -> Case:
 
 def reaches(spec: DeploymentSpec, case: Case) -> bool:
     """Whether the spec has what the case calls."""
+    if isinstance(case, LogitsCase | RaggedCase):
+        form = "paged" if isinstance(case, LogitsCase) else "ragged"
+        return spec.index is not None and case.op in spec.ops and form in spec.index.forms
     if not isinstance(case, KvCase):
         return case.op in spec.ops
     record = spec.extra_kv_format if case.extra else spec.kv_format

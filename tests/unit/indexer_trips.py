@@ -145,4 +145,71 @@ INDEXER_TRIPS = {
         {"length": 128},
         {"token": 1, "request": 3, "count": 2},
     ),
+    "IL-20": (
+        {"tokens": 2**31},
+        "[IL-20] q: 2147483648 tokens exceed 2147483647: pass fewer",
+        "tokens <= 2147483647",
+        {"tokens": 2**31 - 1},
+        {},
+    ),
+    "IL-21": (
+        {"keys": 2**31 - 64},
+        "[IL-21] keys: 2147483584 exceed 2147483583, what the tiles of int32 positions reach: pass fewer",
+        "keys <= 2147483583",
+        {"keys": 2**31 - 65},
+        {},
+    ),
+    "IL-22": (
+        {"tiles": 2**31, "units": 2**21, "keys": 65536},
+        "[IL-22] 2147483648 tiles of keys: 2097152 units that may see 65536 keys each exceed 2147483647 tiles: pass "
+        "fewer tokens",
+        "tiles <= 2147483647",
+        {"tiles": 2**31 - 1},
+        {},
+    ),
+    "IL-23": (
+        {"address": 256, "key_stride_bytes": 130, "row_bytes": 128},
+        "[IL-23] keys: address 0x100 and stride 130 B: each key must start at a multiple of 4 B: pass "
+        "keys.contiguous()",
+        "((address % 4) == 0 && (key_stride_bytes % 4) == 0)",
+        {"key_stride_bytes": 132},
+        {},
+    ),
+    "IL-24": (
+        {"address": 256, "key_stride_bytes": 124, "row_bytes": 128},
+        "[IL-24] keys: stride 124 B does not hold codes of 128 B: keys must not overlap",
+        "(key_stride_bytes == 0 || key_stride_bytes >= row_bytes)",
+        {"key_stride_bytes": 128},
+        {},
+    ),
+    "IL-25": (
+        {"width": -1},
+        "[IL-25] max_window: -1 is outside 0..2147483583: pass the longest window of the call",
+        "(0 <= width && width <= 2147483583)",
+        {"width": 0},
+        {},
+    ),
+    "IL-26": (
+        {"address": 256, "stride_t": 8192, "stride_h": 132},
+        "[IL-26] q: strides 8192, 132 B: each head must start at a multiple of 16 B: pass q.contiguous()",
+        "((stride_t % 16) == 0 && (stride_h % 16) == 0)",
+        {"stride_h": 144},
+        {},
+    ),
+    "IL-27": (
+        {"start": 3, "end": 2, "keys": 9},
+        "[IL-27] starts, ends: token 4 sees keys 3 up to 2, which must not decrease within 0..9, the number of keys (5 "
+        "tokens do not fit)",
+        "(0 <= start && start <= end && end <= keys)",
+        {"end": 9},
+        {"token": 4, "count": 5},
+    ),
+    "IL-28": (
+        {"window": 65, "width": 64},
+        "[IL-28] starts, ends: token 4 sees 65 keys, more than the 64 of max_window (5 tokens do): pass a larger "
+        "max_window",
+        "window <= width",
+        {"window": 64},
+        {"token": 4, "count": 5},
+    ),
 }

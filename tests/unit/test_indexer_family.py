@@ -15,7 +15,14 @@ from dsagen.cli.app import cli
 from dsagen.errors import GuardError, SpecError
 from dsagen.families.indexer_logits.family import FAMILY, plan_main
 from dsagen.families.indexer_logits.geometry import DIMS, preferred_geometry, smem_fields
-from dsagen.families.indexer_logits.op import LogitsShape, floor_seconds, partition_of
+from dsagen.families.indexer_logits.op import (
+    LogitsShape,
+    RaggedShape,
+    floor_seconds,
+    partition_of,
+    ragged_floor_seconds,
+    ragged_partition,
+)
 from dsagen.families.indexer_logits.reference import limits_reference, logits_reference, read_keys
 from dsagen.index_format import INDEX_FORMATS, index_format
 from dsagen.matrix import expand
@@ -65,6 +72,10 @@ def test_one_op_of_several_keeps_what_it_reads() -> None:
             "f.yaml:5: index.heads = 136: is not allowed: must be an integer of 8 .. 128 (index heads, in steps of 8); "
             "the nearest is 128",
         ),
+        (YAML + "index: {forms: ragged}\n", "f.yaml:5: index.forms = 'ragged': must be a list: write [ragged]"),
+        (YAML + "index: {forms: [rows]}\n", "f.yaml:5: index.forms[0] = 'rows': is not allowed: must be 'paged' or"),
+        (YAML + "index: {forms: [paged, paged]}\n", "f.yaml:5: index.forms = 'paged': is listed twice"),
+        (YAML + "index: {forms: []}\n", "f.yaml:5: index.forms = []: must list at least one"),
         (YAML + "index: {dim: 96}\n", "f.yaml:5: index.dim = 96: is not allowed: must be 32, 64 or 128"),
         (
             YAML + "index: {keys: fp9}\n",
@@ -178,6 +189,30 @@ def test_heads_and_tokens_are_no_axis() -> None:
     }
 
 
+def test_a_spec_has_a_kernel_for_each_form_of_keys() -> None:
+    def kernels(**index: object) -> list[str]:
+        return [plan.variant.kernel for plan in expand(load_spec({**SPEC, "index": index})).plans()]
+
+    assert kernels() == kernels(forms=["paged"]) == ["main"]
+    assert kernels(forms=["ragged", "paged"]) == ["ragged", "main"]
+    spec = load_spec({**SPEC, "index": {"forms": ["ragged"], "keys": "mxfp4"}})
+    assert parse_spec(spec.to_yaml()) == spec
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        (RaggedShape(4096, 32768, 64), (2, 2048, 1048576, 264)),
+        (RaggedShape(1, 63, 64), (1, 1, 1, 1)),
+        (RaggedShape(5, 130, 24), (5, 1, 3, 3)),
+        (RaggedShape(3, 0, 128), (1, 3, 0, 1)),
+    ],
+)
+def test_partitions_of_calls_over_keys_in_one_piece(shape: RaggedShape, expected: tuple[int, ...]) -> None:
+    part = ragged_partition(plan_of(index={"forms": ["ragged"]}), shape, 132)
+    assert (part.unit_tokens, part.unit_count, part.tiles, part.blocks) == expected
+
+
 def test_a_unit_that_is_refused_says_so() -> None:
     variant = plan_of().variant
     wide = replace(preferred_geometry(128, arch("sm_90a")), stages=9)
@@ -214,6 +249,15 @@ def test_the_floor_counts_keys_once_a_request_and_scores_once_a_token() -> None:
     flops = 2 * 128 * 8 * 32768 * 64 * 128
     assert floor_seconds(plan, LogitsShape(128, 8, 32768, 64), h200) == pytest.approx(flops / 797e12)
     assert floor_seconds(plan, LogitsShape(1, 1, 64, 8), arch("sm_80")) is None
+
+
+def test_the_ragged_floor_counts_products_of_every_pair() -> None:
+    plan = plan_of(index={"forms": ["ragged"]})
+    flops = 2 * 4096 * 32768 * 64 * 128
+    assert ragged_floor_seconds(plan, RaggedShape(4096, 32768, 64), arch("sm_90a")) == pytest.approx(flops / 797e12)
+    moved = 1_000_000 * (132 + 4)
+    assert ragged_floor_seconds(plan, RaggedShape(1, 1_000_000, 8), arch("sm_90a")) == pytest.approx(moved / 4.53e12)
+    assert ragged_floor_seconds(plan, RaggedShape(1, 64, 8), arch("sm_80")) is None
 
 
 def test_explain_tells_kernels_and_calls() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from dsagen.arch import Arch
@@ -17,6 +16,7 @@ from dsagen.families.indexer_logits.geometry import (
     smem_fields,
 )
 from dsagen.families.indexer_logits.guards import LAUNCH_GUARDS, PLAN_GUARDS
+from dsagen.families.indexer_logits.op import RAGGED, ROLES
 from dsagen.families.indexer_logits.params import params_of
 from dsagen.family import Cell
 from dsagen.guard import Guard, check
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 
 NAME = "indexer_logits"
 BODY = "mma_sync"
-# The kernel for keys in pages, and the one for keys in one piece.
-PAGED, RAGGED = "main", "ragged"
-ROLES: Mapping[str, str] = {"paged": PAGED, "ragged": RAGGED}
 
 # A plan guard's names in the generated unit; names that are not here are printed as numbers.
 _C_NAMES = {

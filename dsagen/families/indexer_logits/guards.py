@@ -93,6 +93,12 @@ POOL_GUARDS = (
         "overlap",
     ),
 )
+QUERY_ADDRESS_GUARD = Guard(
+    "IL-16",
+    "launch",
+    "address % 16 == 0",
+    "q: address {address:#x} is no multiple of 16 B: pass a tensor that begins at one, such as q.clone()",
+)
 QUERY_GUARDS = (
     Guard(
         "IL-11",
@@ -101,12 +107,7 @@ QUERY_GUARDS = (
         "q: strides {stride_b}, {stride_n}, {stride_h} B: each head must start at a multiple of 16 B: pass "
         "q.contiguous()",
     ),
-    Guard(
-        "IL-16",
-        "launch",
-        "address % 16 == 0",
-        "q: address {address:#x} is no multiple of 16 B: pass a tensor that begins at one, such as q.clone()",
-    ),
+    QUERY_ADDRESS_GUARD,
 )
 TABLE_GUARD = Guard(
     "IL-12",
@@ -135,6 +136,66 @@ PAGE_GUARD = Guard(
     "block_table[{request}, {column}] = {page}: k_cache has {pages} pages, so entries are below {pages}, or negative "
     "for none ({count} past it)",
 )
+RAGGED_TOKENS_GUARD = Guard(
+    "IL-20",
+    "launch",
+    "tokens <= 2147483647",
+    "q: {tokens} tokens exceed 2147483647: pass fewer",
+)
+KEY_COUNT_GUARD = Guard(
+    "IL-21",
+    "launch",
+    "keys <= 2147483583",
+    "keys: {keys} exceed 2147483583, what the tiles of int32 positions reach: pass fewer",
+)
+RAGGED_TILES_GUARD = Guard(
+    "IL-22",
+    "launch",
+    "tiles <= 2147483647",
+    "{tiles} tiles of keys: {units} units that may see {keys} keys each exceed 2147483647 tiles: pass fewer tokens",
+)
+KEY_ROW_GUARDS = (
+    Guard(
+        "IL-23",
+        "launch",
+        "address % 4 == 0 and key_stride_bytes % 4 == 0",
+        "keys: address {address:#x} and stride {key_stride_bytes} B: each key must start at a multiple of 4 B: pass "
+        "keys.contiguous()",
+    ),
+    Guard(
+        "IL-24",
+        "launch",
+        "key_stride_bytes == 0 or key_stride_bytes >= row_bytes",
+        "keys: stride {key_stride_bytes} B does not hold codes of {row_bytes} B: keys must not overlap",
+    ),
+)
+MAX_WINDOW_GUARD = Guard(
+    "IL-25",
+    "launch",
+    "0 <= width and width <= 2147483583",
+    "max_window: {width} is outside 0..2147483583: pass the longest window of the call",
+)
+RAGGED_STRIDES_GUARD = Guard(
+    "IL-26",
+    "launch",
+    "stride_t % 16 == 0 and stride_h % 16 == 0",
+    "q: strides {stride_t}, {stride_h} B: each head must start at a multiple of 16 B: pass q.contiguous()",
+)
+# Of values on the device, as IL-14.
+WINDOW_GUARD = Guard(
+    "IL-27",
+    "launch",
+    "0 <= start and start <= end and end <= keys",
+    "starts, ends: token {token} sees keys {start} up to {end}, which must not decrease within 0..{keys}, the number "
+    "of keys ({count} tokens do not fit)",
+)
+WINDOW_WIDTH_GUARD = Guard(
+    "IL-28",
+    "launch",
+    "window <= width",
+    "starts, ends: token {token} sees {window} keys, more than the {width} of max_window ({count} tokens do): pass a "
+    "larger max_window",
+)
 LAUNCH_GUARDS: tuple[Guard, ...] = (
     TOKENS_GUARD,
     WIDTH_GUARD,
@@ -145,4 +206,15 @@ LAUNCH_GUARDS: tuple[Guard, ...] = (
     UNSCORED_GUARD,
     LENGTH_GUARD,
     PAGE_GUARD,
+    RAGGED_TOKENS_GUARD,
+    KEY_COUNT_GUARD,
+    RAGGED_TILES_GUARD,
+    *KEY_ROW_GUARDS,
+    MAX_WINDOW_GUARD,
+    RAGGED_STRIDES_GUARD,
+    WINDOW_GUARD,
+    WINDOW_WIDTH_GUARD,
 )
+# Those of them that only calls over keys in one piece are held to, and those that they share with the others.
+RAGGED_ONLY = frozenset(f"IL-{number}" for number in range(20, 29))
+SHARED_GUARDS = frozenset(("IL-13", "IL-16"))

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from dsagen.arch import Arch
-from dsagen.families.indexer_logits.guards import LAUNCH_GUARDS, TILES_GUARD, TOKENS_GUARD, WIDTH_GUARD
+from dsagen.families.indexer_logits.guards import (
+    KEY_COUNT_GUARD,
+    LAUNCH_GUARDS,
+    RAGGED_ONLY,
+    RAGGED_TILES_GUARD,
+    RAGGED_TOKENS_GUARD,
+    SHARED_GUARDS,
+    TILES_GUARD,
+    TOKENS_GUARD,
+    WIDTH_GUARD,
+)
+from dsagen.guard import Guard
 from dsagen.index_format import index_format
 from dsagen.plan import KernelPlan
 
 SIZE_GUARDS = (TOKENS_GUARD, WIDTH_GUARD, TILES_GUARD)
+RAGGED_SIZE_GUARDS = (RAGGED_TOKENS_GUARD, KEY_COUNT_GUARD, RAGGED_TILES_GUARD)
+# The kernel for keys in pages, and the one for keys in one piece.
+PAGED, RAGGED = "main", "ragged"
+# Kernels by the form that keys have.
+ROLES: Mapping[str, str] = {"paged": PAGED, "ragged": RAGGED}
 SCORE_BYTES = {"fp32": 4, "bf16": 2}
 
 
@@ -29,6 +46,15 @@ class LogitsShape:
 
 
 @dataclass(frozen=True)
+class RaggedShape:
+    """Run-time sizes of a call over keys in one piece: `tokens` that see windows of `keys` keys, `heads` heads."""
+
+    tokens: int
+    keys: int
+    heads: int
+
+
+@dataclass(frozen=True)
 class Partition:
     """How a call is shared: tokens that share a pass over keys, passes of a request, tiles at the most, blocks."""
 
@@ -44,6 +70,20 @@ def partition_of(plan: KernelPlan, shape: LogitsShape, sm_count: int) -> Partiti
     unit_count = -(-shape.next_n // unit_tokens)
     tiles = shape.batch * unit_count * -(-shape.width // plan.constant("kTileKeys"))
     return Partition(unit_tokens, unit_count, tiles, max(1, min(tiles, sm_count * plan.min_blocks_per_sm)))
+
+
+def ragged_partition(plan: KernelPlan, shape: RaggedShape, sm_count: int) -> Partition:
+    """The partition of a call over keys in one piece: `unit_count` are the passes of all. It depends on no window."""
+    unit_tokens = max(1, min(shape.tokens, plan.constant("kQueryRows") // shape.heads))
+    unit_count = -(-shape.tokens // unit_tokens)
+    tiles = unit_count * -(-shape.keys // plan.constant("kTileKeys"))
+    return Partition(unit_tokens, unit_count, tiles, max(1, min(tiles, sm_count * plan.min_blocks_per_sm)))
+
+
+def ragged_values(plan: KernelPlan, shape: RaggedShape, sm_count: int) -> dict[str, int]:
+    """What the guards of sizes read of a call over keys in one piece."""
+    part = ragged_partition(plan, shape, sm_count)
+    return {"tokens": shape.tokens, "keys": shape.keys, "tiles": part.tiles, "units": part.unit_count}
 
 
 def size_values(plan: KernelPlan, shape: LogitsShape, sm_count: int) -> dict[str, int]:
@@ -73,17 +113,12 @@ def floor_seconds(plan: KernelPlan, shape: LogitsShape, arch: Arch) -> float | N
 
 def explain_call(plan: KernelPlan, shape: LogitsShape, sm_count: int, arch: Arch) -> str:
     """The partition of a call, its floor and what is checked, for people."""
-    values = size_values(plan, shape, sm_count)
     lines = [
         f"shape: {shape.batch} requests of {shape.next_n} tokens, {shape.heads} heads, up to {shape.width} keys",
         f"kernel: {plan.slug}",
-        "sizes:",
+        *_judged(SIZE_GUARDS, size_values(plan, shape, sm_count)),
     ]
-    for guard in SIZE_GUARDS:
-        read = "  ".join(f"{name}={values[name]}" for name in guard.names)
-        verdict = "holds" if guard.holds(values) else f"refuses: {guard.message.format(**values)}"
-        lines.append(f"  [{guard.guard_id}] {guard.expression}  {read}  {verdict}")
-    rest = [guard for guard in LAUNCH_GUARDS if guard not in SIZE_GUARDS]
+    rest = [guard for guard in LAUNCH_GUARDS if guard not in SIZE_GUARDS and guard.guard_id not in RAGGED_ONLY]
     lines += ["checked on the arguments of each call:", *(f"  [{g.guard_id}] {g.expression}" for g in rest)]
     part = partition_of(plan, shape, sm_count)
     lines.append(f"units: {part.unit_count} a request, {part.unit_tokens} tokens share a pass over its keys")
@@ -93,3 +128,56 @@ def explain_call(plan: KernelPlan, shape: LogitsShape, sm_count: int, arch: Arch
     if seconds is not None:
         lines.append(f"floor: {seconds * 1e6:.1f} us with every key in its window")
     return "\n".join(lines)
+
+
+def explain_forms(plans: Iterable[KernelPlan], shape: LogitsShape, sm_count: int, arch: Arch) -> str:
+    """What calls of each of these kernels take, whose tokens see up to `shape.width` keys."""
+    ragged = RaggedShape(shape.tokens, shape.width, shape.heads)
+    texts = [
+        explain_ragged_call(plan, ragged, sm_count, arch)
+        if plan.variant.kernel == RAGGED
+        else explain_call(plan, shape, sm_count, arch)
+        for plan in plans
+    ]
+    return "\n".join(texts)
+
+
+def explain_ragged_call(plan: KernelPlan, shape: RaggedShape, sm_count: int, arch: Arch) -> str:
+    """As `explain_call`, of a call over keys in one piece in which every token sees all of them."""
+    part = ragged_partition(plan, shape, sm_count)
+    rest = [guard for guard in LAUNCH_GUARDS if guard.guard_id in RAGGED_ONLY | SHARED_GUARDS]
+    lines = [
+        f"shape: {shape.tokens} tokens, {shape.heads} heads, windows of {shape.keys} keys",
+        f"kernel: {plan.slug}",
+        *_judged(RAGGED_SIZE_GUARDS, ragged_values(plan, shape, sm_count)),
+        "checked on the arguments of each call:",
+        *(f"  [{g.guard_id}] {g.expression}" for g in rest if g not in RAGGED_SIZE_GUARDS),
+        f"units: {part.unit_count}, {part.unit_tokens} neighbouring tokens share a pass over their keys",
+        f"grid: {part.blocks} CTAs share up to {part.tiles} tiles of {plan.constant('kTileKeys')} keys",
+        "copies: 16 B where keys start at multiples of 16 B, else 4 B",
+    ]
+    seconds = ragged_floor_seconds(plan, shape, arch)
+    if seconds is not None:
+        lines.append(f"floor: {seconds * 1e6:.1f} us with every key in every window")
+    return "\n".join(lines)
+
+
+def ragged_floor_seconds(plan: KernelPlan, shape: RaggedShape, arch: Arch) -> float | None:
+    """As `floor_seconds`, of a call in which every token sees all keys: they are read once, each score written once."""
+    figures = next(iter(arch.figures), None)
+    if figures is None:
+        return None
+    dim, record = plan.constant("kDim"), index_format(str(plan.variant.axis("keys")))
+    scores_bytes = shape.tokens * shape.keys * SCORE_BYTES[str(plan.variant.axis("score"))]
+    memory = (shape.keys * record.record_bytes(dim) + scores_bytes) / figures.dram_read_bytes_per_second
+    flops = 2.0 * shape.tokens * shape.keys * shape.heads * dim
+    return max(memory, flops / figures.bf16_flops_per_second)
+
+
+def _judged(guards: tuple[Guard, ...], values: Mapping[str, int]) -> list[str]:
+    lines = ["sizes:"]
+    for guard in guards:
+        read = "  ".join(f"{name}={values[name]}" for name in guard.names)
+        verdict = "holds" if guard.holds(values) else f"refuses: {guard.message.format(**values)}"
+        lines.append(f"  [{guard.guard_id}] {guard.expression}  {read}  {verdict}")
+    return lines

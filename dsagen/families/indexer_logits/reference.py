@@ -8,6 +8,9 @@ from torch import Tensor
 from dsagen.dtype import ElementType
 from dsagen.index_format import SCALE_WORD_BYTES, IndexFormat
 
+# Of the reference at a time: an intermediate of fp64.
+_MOST_PRODUCTS = 1 << 26
+
 
 def limits_reference(context_lens: Tensor, batch: int, next_n: int, most_keys: int) -> Tensor:
     """int64 [batch, next_n] keys that each token sees.
@@ -119,3 +122,52 @@ def scores_of(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
     """
     products = torch.einsum("nhd,kd->nhk", queries, keys).relu()
     return torch.einsum("nh,nhk->nk", weights, products)
+
+
+def window_reference(starts: Tensor, ends: Tensor, keys: int, width: int | None) -> tuple[Tensor, Tensor]:
+    """(first, count) int64 [tokens] of the keys that tokens see: what there is of start .. end - 1.
+
+    With a `width` rows are compressed, and a window has no more keys than that. Those that are empty are (0, 0).
+    """
+    first = starts.long().clamp(min=0)
+    count = (ends.long().clamp(max=keys) - first).clamp(min=0)
+    first = torch.where(count > 0, first, 0)
+    return first, count if width is None else count.clamp(max=width)
+
+
+def ragged_reference(
+    q: Tensor,
+    keys: Tensor,
+    key_scales: Tensor,
+    weights: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    record: IndexFormat,
+    max_window: int | None,
+    *,
+    q_scales: Tensor | None = None,
+    unscored_up_to: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """(scores fp64 [tokens, columns], bool of the same shape: which of them are scored).
+
+    q is codes [tokens, heads, bytes of dim], q_scales words [tokens, heads], keys codes [keys, bytes of dim],
+    key_scales [keys] fp32 or words. Column j is key j, or with `max_window`, the number of columns, the j-th of the
+    token's window.
+    """
+    queries = query_values(record, q, q_scales)
+    if record.is_block_scaled:
+        values, factors = query_values(record, keys, key_scales), torch.ones(())
+    else:
+        values, factors = query_values(record, keys, None), key_scales.double()
+    step = max(1, _MOST_PRODUCTS // max(1, queries.shape[1] * len(keys)))
+    parts = [slice(token, token + step) for token in range(0, len(q), step)]
+    every = torch.cat([scores_of(queries[part], weights[part].double(), values) for part in parts]) * factors
+    first, count = window_reference(starts, ends, len(keys), max_window)
+    count = torch.where(count <= unscored_up_to, 0, count)
+    columns = len(keys) if max_window is None else max_window
+    column = torch.arange(columns, device=q.device)
+    position = column - first[:, None] if max_window is None else column.expand(len(q), -1)
+    scored = (position >= 0) & (position < count[:, None])
+    key = torch.where(scored, position + first[:, None], 0)
+    scores = every.gather(1, key) if len(keys) else torch.zeros(scored.shape, dtype=torch.float64)
+    return torch.where(scored, scores, -torch.inf), scored

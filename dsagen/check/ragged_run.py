@@ -1,0 +1,250 @@
+"""Running one case of the logits over keys in one piece: inputs, poisoned scores, the call, every column compared."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from dsagen.check.indexer_cases import EDGES, REPEATS, Contents, Probe
+from dsagen.check.indexer_inputs import as_codes, codes_of, query_scales, scales_of, weights_of, whole_storage
+from dsagen.check.indexer_run import (
+    SCORE_DTYPES,
+    differs_exactly,
+    differs_more,
+    is_exact,
+    magnitudes_of_codes,
+    replay,
+    require_none,
+    require_same_bits,
+)
+from dsagen.check.outputs import GuardedTensor
+from dsagen.check.probes import WrongResultError
+from dsagen.check.ragged_cases import RaggedCase, Windows
+from dsagen.families.indexer_logits.reference import ragged_reference, window_reference
+from dsagen.index_format import IndexFormat, index_format
+from dsagen.spec import DeploymentSpec, IndexSpec
+
+
+@dataclass(frozen=True)
+class RaggedInputs:
+    """Tensors of one call."""
+
+    q: Tensor
+    keys: Tensor
+    key_scales: Tensor
+    weights: Tensor
+    starts: Tensor
+    ends: Tensor
+    q_scales: Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Those that every call has, in the order of the op's arguments."""
+        return self.q, self.keys, self.key_scales, self.weights, self.starts, self.ends
+
+    @property
+    def named(self) -> dict[str, Tensor]:
+        """Those that the format asks for, by the names of the op's arguments."""
+        return {} if self.q_scales is None else {"q_scales": self.q_scales}
+
+    def copy_from(self, other: RaggedInputs) -> None:
+        """Take another's contents, in place."""
+        theirs = (*other.tensors, *other.named.values())
+        for mine, new in zip((*self.tensors, *self.named.values()), theirs, strict=True):
+            whole_storage(mine).copy_(whole_storage(new))
+
+    def token(self, index: int) -> RaggedInputs:
+        """The tensors of one token, in the same memory."""
+        one = slice(index, index + 1)
+        scales = None if self.q_scales is None else self.q_scales[one]
+        rows = (self.weights[one], self.starts[one], self.ends[one], scales)
+        return RaggedInputs(self.q[one], self.keys, self.key_scales, *rows)
+
+
+def make_ragged_inputs(
+    case: RaggedCase, record: IndexFormat, index: IndexSpec, generator: torch.Generator
+) -> RaggedInputs:
+    """Inputs of a case, on the generator's device. Keys that no token sees are NaN, as is what lies between keys."""
+    device, heads, gap = generator.device, case.heads or index.heads, int(case.strided)
+    row_bytes = record.code_bytes(index.dim)
+    starts, ends = _windows(case, generator)
+    first, count = window_reference(starts, ends, case.keys, case.max_window)
+    position = torch.arange(case.keys, device=device)
+    seen = ((position >= first[:, None]) & (position < (first + count)[:, None])).any(0)
+    q = codes_of(case.contents, record, (case.tokens, heads + gap, row_bytes + 16 * gap), generator)
+    keys = torch.full((case.keys, row_bytes + case.key_gap), 0xFF, dtype=torch.uint8, device=device)
+    codes = codes_of(case.contents, record, (case.keys, row_bytes), generator)
+    if case.contents is Contents.NAN_KEYS:
+        codes[::5, 3] = 0xFF
+    keys[:, :row_bytes] = torch.where(seen[:, None], codes, 0xFF)
+    words = scales_of(case.contents, record, case.keys, index.dim, generator)
+    scales = torch.full((case.keys, 1 + gap), -1, dtype=torch.int32, device=device)
+    scales[:, 0] = torch.where(seen, words.view(torch.int32), -1)
+    weights = weights_of(case.contents, (case.tokens, heads + 3 * gap), generator)
+    q_words = query_scales(case.contents, record, (case.tokens, heads + 3 * gap), index.dim, generator)
+    return RaggedInputs(
+        as_codes(record, q[:, :heads, :row_bytes]),
+        as_codes(record, keys)[:, :row_bytes],
+        scales[:, 0] if record.is_block_scaled else scales.view(torch.float32)[:, 0],
+        weights[:, :heads],
+        _spread(starts, gap),
+        _spread(ends, 2 * gap),
+        None if q_words is None else q_words[:, :heads],
+    )
+
+
+def _windows(case: RaggedCase, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """int32 (starts, ends)."""
+    device, keys, tokens = generator.device, case.keys, case.tokens
+
+    def drawn(low: int, high: int) -> Tensor:
+        return torch.randint(low, high, (tokens,), device=device, generator=generator, dtype=torch.int32)
+
+    number = torch.arange(tokens, device=device, dtype=torch.int32)
+    match case.windows:
+        case Windows.PROMPTS:
+            size = max(1, -(-tokens // 3))
+            start = number // size * (keys // 4)
+            return start, (start + keys // 4 + number % size).clamp(max=keys)
+        case Windows.EDGES:
+            edges = torch.tensor(EDGES, dtype=torch.int32, device=device).repeat(-(-tokens // len(EDGES)))[:tokens]
+            start = (number * 13 + 1) % max(1, keys // 2)
+            return start, (start + edges).clamp(max=keys)
+        case Windows.BEYOND:
+            return drawn(-keys, 2 * keys), drawn(-keys, 3 * keys)
+        case Windows.EMPTY:
+            start = drawn(-5, keys + 5)
+            return start, start - number % 3
+        case Windows.WHOLE:
+            return torch.zeros_like(number), torch.full_like(number, keys)
+        case Windows.APART:
+            start = number % 2 * (keys - keys // 5)
+            return start, start + keys // 5
+        case _:
+            ends = torch.stack((drawn(0, keys + 1), drawn(0, keys + 1))).sort(0).values
+            ends[:, -1] = torch.tensor((0, keys), dtype=torch.int32, device=device)
+            return ends[0], ends[1]
+
+
+def _spread(values: Tensor, gap: int) -> Tensor:
+    """The same values, `gap` elements between them."""
+    whole = torch.full((len(values), 1 + gap), 1 << 30, dtype=values.dtype, device=values.device)
+    whole[:, 0] = values
+    return whole[:, 0]
+
+
+class RaggedKernels(Protocol):
+    """What a check needs of loaded kernels; `dsagen.load` gives it."""
+
+    @property
+    def spec(self) -> DeploymentSpec: ...  # noqa: D102
+    def prepare(self) -> None: ...  # noqa: D102
+    def indexer_logits_ragged(  # noqa: D102
+        self,
+        q: Tensor,
+        keys: Tensor,
+        key_scales: Tensor,
+        weights: Tensor,
+        starts: Tensor,
+        ends: Tensor,
+        **options: Any,
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class RaggedRun:
+    """One case on one device. `kernels` loads the kernels that the case needs; `seed` decides every draw."""
+
+    case: RaggedCase
+    kernels: Callable[[RaggedCase], RaggedKernels]
+    device: torch.device
+    seed: int
+    form = "ragged"
+
+    def run(self) -> None:
+        """Run and compare. WrongResultError for a wrong result, NotRunError for want of a device."""
+        kernels = self.kernels(self.case)
+        match self.case.probe:
+            case Probe.PLAIN:
+                self._plain(kernels)
+            case Probe.REPEATED:
+                inputs, outputs = self._plain(kernels)
+                first = outputs.view.clone()
+                for number in range(2, REPEATS + 1):
+                    outputs.poison_again()
+                    self.call(kernels, inputs, outputs.view)
+                    require_same_bits(f"run {number}", outputs.view, first)
+            case Probe.GRAPH:
+                replay(self, kernels)
+            case Probe.ALONE:
+                inputs, outputs = self._plain(kernels)
+                for token in range(self.case.tokens):
+                    one, row = self.outputs(kernels), slice(token, token + 1)
+                    self.call(kernels, inputs.token(token), one.view[row])
+                    require_same_bits(f"token {token} by itself", one.view[row], outputs.view[row])
+
+    def inputs(self, kernels: RaggedKernels, variation: int = 0) -> RaggedInputs:
+        """The inputs of the case, or others of the same shapes."""
+        generator = torch.Generator(self.device)
+        generator.manual_seed(zlib.crc32(f"{self.seed} {self.case.name} {variation}".encode()))
+        index = kernels.spec.index
+        assert index is not None, "a spec with the op has an index"
+        return make_ragged_inputs(self.case, index_format(index.keys), index, generator)
+
+    def outputs(self, kernels: RaggedKernels) -> GuardedTensor:
+        """Poisoned scores between guard zones."""
+        case, dtype = self.case, SCORE_DTYPES[str(kernels.spec.scores)]
+        return GuardedTensor.outputs((case.tokens, case.columns), dtype, self.device, case.strided)
+
+    def call(self, kernels: RaggedKernels, inputs: RaggedInputs, out: Tensor) -> None:
+        """Run the op on the current stream."""
+        case = self.case
+        options: dict[str, Any] = {"unscored_up_to": case.unscored, "fill_neg_inf": case.fill, **inputs.named}
+        found = kernels.indexer_logits_ragged(*inputs.tensors, max_window=case.max_window, out=out, **options)
+        if found.data_ptr() != out.data_ptr():
+            raise WrongResultError("the op did not return the output that it was given")
+
+    def compare(self, kernels: RaggedKernels, inputs: RaggedInputs, outputs: GuardedTensor) -> None:
+        """WrongResultError for the first score that differs from the reference, or a write outside of the windows."""
+        case, index = self.case, kernels.spec.index
+        assert index is not None
+        record = index_format(index.keys)
+        given: Any = (*inputs.tensors, record, case.max_window)
+        want, scored = ragged_reference(*given, q_scales=inputs.q_scales, unscored_up_to=case.unscored)
+        found, outside = outputs.view, ~scored
+        if case.fill:
+            _, seen = ragged_reference(*given, q_scales=inputs.q_scales)
+            require_none("columns outside of the window", found, ~seen & (found != -torch.inf), want)
+            outside &= seen
+        untouched = found.view(outputs.whole.dtype) == outputs.poison
+        require_none("columns that nothing should write", found, outside & ~untouched, want)
+        require_none("scores", found, scored & self._differs(found, want, inputs, record), want)
+        # Last, since it poisons what was written.
+        written = outputs.written_outside()
+        if written:
+            raise WrongResultError(f"{written} elements outside of the scores were written")
+
+    def _differs(self, found: Tensor, want: Tensor, inputs: RaggedInputs, record: IndexFormat) -> Tensor:
+        if is_exact(self.case.contents):
+            return differs_exactly(found, want)
+        sized = replace(
+            inputs,
+            q=magnitudes_of_codes(record, inputs.q),
+            keys=magnitudes_of_codes(record, inputs.keys),
+            weights=inputs.weights.abs(),
+        )
+        given: Any = (*sized.tensors, record, self.case.max_window)
+        return differs_more(found, want, ragged_reference(*given, q_scales=inputs.q_scales)[0])
+
+    def _plain(self, kernels: RaggedKernels) -> tuple[RaggedInputs, GuardedTensor]:
+        inputs, outputs = self.inputs(kernels), self.outputs(kernels)
+        self.call(kernels, inputs, outputs.view)
+        kept = outputs.view.clone()
+        self.compare(kernels, inputs, outputs)
+        outputs.view.copy_(kept)
+        return inputs, outputs
