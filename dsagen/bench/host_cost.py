@@ -223,6 +223,9 @@ def _logits_calls(kernels: Kernels) -> Iterator[tuple[str, str, int, Call]]:
     dtype = torch.bfloat16 if spec.scores == "bf16" else torch.float32
     yield LOGITS_OP, "out given", 1, partial(logits, out=torch.empty(1, width, device=device, dtype=dtype))
     yield LOGITS_OP, "max_seq_len", 1, partial(logits, max_seq_len=width)
+    op = torch.ops.dsagen.indexer_logits
+    given = (q, pool, weights, lengths, table, kernels.handle)
+    yield LOGITS_OP, "torch op", 1, partial(op, *given, None, width)
 
 
 def _index_cache_calls(kernels: Kernels) -> Iterator[tuple[str, str, int, Call]]:

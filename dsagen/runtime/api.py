@@ -45,6 +45,7 @@ from dsagen.runtime.index_cache_ops import IndexCacheOps
 from dsagen.runtime.indexer import FORM as LOGITS_FORM
 from dsagen.runtime.indexer import OP as LOGITS_OP
 from dsagen.runtime.indexer_ragged import FORM as RAGGED_FORM
+from dsagen.runtime.indexer_ragged import METHOD as RAGGED_METHOD
 from dsagen.runtime.kv_cache import FORMS as CACHE_FORMS
 from dsagen.runtime.kv_cache import OP as CACHE_OP
 from dsagen.runtime.launch import OpLaunches, OpRoutes
@@ -182,6 +183,7 @@ class Kernels(CacheOps, IndexCacheOps, StepOps):
     def _op_tables(self) -> dict[str, Any]:
         """Where the launcher in C finds calls of torch's ops that are like one before; None where each is checked."""
         launches = {"topk": self._topk_launches}
+        launches |= {LOGITS_OP: self._logits_launches, RAGGED_METHOD: self._ragged_launches}
         launches |= {f"kv_{role}": launches for role, launches in self._cache_launches.items()}
         launches |= {f"index_{role}": launches for role, launches in self._index_launches.items()}
         tables = {op: None if self._checks_values else of_op.table for op, of_op in launches.items()}

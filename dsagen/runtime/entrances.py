@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 from dsagen.runtime.index_cache import FORMS as INDEX_FORMS
+from dsagen.runtime.indexer import FORM as LOGITS_FORM
+from dsagen.runtime.indexer_ragged import FORM as RAGGED_FORM
 from dsagen.runtime.kv_cache import FORMS as CACHE_FORMS
 from dsagen.runtime.launch import CallForm
 from dsagen.runtime.native import load_module
@@ -59,6 +61,8 @@ OP_CALLS: Mapping[str, OpCall] = {
         {"k": None, "page_size": None, "drop_neg_inf": False, "determinism": "set", _CHOSEN: False},
         frozenset({"candidate_blocks"}),
     ),
+    "indexer_logits": OpCall(LOGITS_FORM, {"max_seq_len": None, "unscored_up_to": 0, "fill_neg_inf": False}),
+    "indexer_logits_ragged": OpCall(RAGGED_FORM, {"max_window": None, "unscored_up_to": 0, "fill_neg_inf": False}),
     "kv_write": OpCall(CACHE_FORMS["write"], {"extra": False}),
     "kv_read": OpCall(CACHE_FORMS["read"], {"extra": False, "rows": None}),
     "kv_convert": OpCall(CACHE_FORMS["convert"], {"extra": False}),

@@ -134,23 +134,21 @@ def bind(
     )
 
 
-def make_out(
-    out: torch.Tensor | None, tokens: int, width: int, spec: DeploymentSpec, device: torch.device
-) -> torch.Tensor:
+def make_out(out: torch.Tensor | None, q: torch.Tensor, tokens: int, width: int, spec: DeploymentSpec) -> torch.Tensor:
     """The scores' destination as given, or new: [tokens, width], rows at multiples of 16 B."""
     if out is not None:
         return out
-    dtype = SCORE_DTYPES[str(spec.scores)]
-    made = torch.empty((tokens, padded_width(width, dtype)), dtype=dtype, device=device)
+    made = empty_scores(q, tokens, width, spec)
     # A mode of torch that is active makes something else of it.
     require_plain("out", made)
-    return made[:, :width]
+    return made
 
 
-def padded_width(width: int, dtype: torch.dtype) -> int:
-    """Distance between rows of scores that the op allocates, in elements."""
+def empty_scores(q: torch.Tensor, tokens: int, width: int, spec: DeploymentSpec) -> torch.Tensor:
+    """[tokens, width] on the device of q, rows at multiples of 16 B."""
+    dtype = SCORE_DTYPES[str(spec.scores)]
     step = _ROW_BYTES // dtype.itemsize
-    return -(-width // step) * step
+    return q.new_empty((tokens, -(-width // step) * step), dtype=dtype)[:, :width]
 
 
 def out_arguments(out: torch.Tensor) -> dict[str, Number]:
@@ -221,11 +219,18 @@ def _width(t: LogitsTensors, max_seq_len: int | None) -> int:
     if max_seq_len is not None:
         return require_int("max_seq_len", max_seq_len)
     if t.out is None:
+        return require_width(max_seq_len)
+    return int(t.out.shape[1]) if t.out.dim() == 2 else 0
+
+
+def require_width(max_seq_len: int | None) -> int:
+    """Columns of scores of a call without out, traced or not."""
+    if max_seq_len is None:
         raise GuardError(
             "[T-21] max_seq_len: missing, and without out nothing tells how wide scores are: pass the longest length "
             "of the batch, which need not be the model's"
         )
-    return int(t.out.shape[1]) if t.out.dim() == 2 else 0
+    return max_seq_len
 
 
 def _require_out(t: LogitsTensors, spec: DeploymentSpec, tokens: int, width: int) -> None:

@@ -18,6 +18,7 @@ from dsagen.families.indexer_logits.op import (
     size_values,
 )
 from dsagen.guard import check, require_bool
+from dsagen.runtime import traced
 from dsagen.runtime.indexer import (
     OP,
     LogitsTensors,
@@ -76,6 +77,16 @@ class IndexerOps(OpMethods):
         Returns out. Raises GuardError for what does not fit, FrozenError when the kernel would have to be loaded during
         capture or after freeze(), DeviceError when the driver refuses.
         """
+        if torch.compiler.is_compiling():
+            return traced.indexer_logits(
+                self.handle,
+                (q, k_cache, weights, context_lens, block_table),
+                out,
+                q_scales=q_scales,
+                max_seq_len=max_seq_len,
+                unscored_up_to=unscored_up_to,
+                fill_neg_inf=fill_neg_inf,
+            )
         tensors = LogitsTensors(q, k_cache, weights, context_lens, block_table, q_scales, out)
         scalars = (max_seq_len, unscored_up_to, fill_neg_inf)
         repeated = False if self._checks_values else self._logits_launches.repeat(*tensors, *scalars)
@@ -94,7 +105,7 @@ class IndexerOps(OpMethods):
             if shape.tokens:
                 check_lengths(tensors, int(arguments["most_keys"]))
                 check_pages(tensors)
-        result = make_out(out, shape.tokens, shape.width, self.spec, q.device)
+        result = make_out(out, q, shape.tokens, shape.width, self.spec)
         if shape.tokens and shape.width:
             part = partition_of(plan, shape, on.facts.sm_count)
             shared = {"unit_tokens": part.unit_tokens, "unit_count": part.unit_count, "blocks": part.blocks}
@@ -137,6 +148,16 @@ class IndexerOps(OpMethods):
 
         Neighbouring tokens share a pass over the keys that any of them sees. Returns out, raises as indexer_logits.
         """
+        if torch.compiler.is_compiling():
+            return traced.indexer_logits_ragged(
+                self.handle,
+                (q, keys, key_scales, weights, starts, ends),
+                out,
+                q_scales=q_scales,
+                max_window=max_window,
+                unscored_up_to=unscored_up_to,
+                fill_neg_inf=fill_neg_inf,
+            )
         tensors = RaggedTensors(q, keys, key_scales, weights, starts, ends, q_scales, out)
         scalars = (max_window, unscored_up_to, fill_neg_inf)
         repeated = False if self._checks_values else self._ragged_launches.repeat(*tensors, *scalars)
@@ -153,7 +174,7 @@ class IndexerOps(OpMethods):
         if self._checks_values:
             self._refuse_capture(ordinal)
             check_token_windows(tensors, max_window)
-        result = make_out(out, shape.tokens, width, self.spec, q.device)
+        result = make_out(out, q, shape.tokens, width, self.spec)
         if shape.tokens and width:
             part = ragged_partition(plan, shape, on.facts.sm_count)
             shared = {"unit_tokens": part.unit_tokens, "unit_count": part.unit_count, "blocks": part.blocks}

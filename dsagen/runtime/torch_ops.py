@@ -18,7 +18,7 @@ from dsagen.index_format import index_format
 from dsagen.runtime.entrances import Entrances
 from dsagen.runtime.handles import find
 from dsagen.runtime.index_cache import code_dtype, scale_dtype
-from dsagen.runtime.indexer import index_of
+from dsagen.runtime.indexer import empty_scores, index_of, require_width
 from dsagen.runtime.kv_cache import cache_of
 from dsagen.runtime.sparse_decode import DecodeTensors
 from dsagen.runtime.tensors import require_no_grad
@@ -45,11 +45,19 @@ _READ_OPTIONS = (
 )
 _GATHER = "Tensor k_cache, str kernels, Tensor block_table, Tensor row_starts, SymInt rows"
 _GATHER_OPTIONS = "Tensor? token_starts=None"
+_LOGITS = "Tensor q, Tensor k_cache, Tensor weights, Tensor context_lens, Tensor block_table, str kernels"
+_RAGGED = "Tensor q, Tensor keys, Tensor key_scales, Tensor weights, Tensor starts, Tensor ends, str kernels"
+_LOGITS_OPTIONS = "Tensor? q_scales=None, SymInt? max_seq_len=None, int unscored_up_to=0, bool fill_neg_inf=False"
+_RAGGED_OPTIONS = _LOGITS_OPTIONS.replace("max_seq_len", "max_window")
 SCHEMAS = {
     "sparse_decode": f"({_DECODE}, {_DECODE_OPTIONS}) -> (Tensor, Tensor)",
     "sparse_decode_out": f"({_DECODE}, Tensor(a!) out, Tensor(b!) lse, {_DECODE_OPTIONS}) -> ()",
     "topk": f"({_TOPK}, {_TOPK_OPTIONS}) -> Tensor",
     "topk_out": f"({_TOPK}, Tensor(a!) out, {_TOPK_OPTIONS}, *, Tensor(b!)? raw=None, Tensor(c!)? counts=None) -> ()",
+    "indexer_logits": f"({_LOGITS}, {_LOGITS_OPTIONS}) -> Tensor",
+    "indexer_logits_out": f"({_LOGITS}, Tensor(a!) out, {_LOGITS_OPTIONS}) -> ()",
+    "indexer_logits_ragged": f"({_RAGGED}, {_RAGGED_OPTIONS}) -> Tensor",
+    "indexer_logits_ragged_out": f"({_RAGGED}, Tensor(a!) out, {_RAGGED_OPTIONS}) -> ()",
     "kv_write": "(Tensor rows, Tensor(a!) k_cache, Tensor slots, str kernels, Tensor? k_pe=None, "
     "Tensor(b!)? kpe_cache=None, bool extra=False) -> ()",
     "kv_read": f"({_READ}, {_READ_OPTIONS}) -> Tensor",
@@ -126,6 +134,64 @@ def _topk(
         out=out,
         raw=raw,
         counts=counts,
+    )
+
+
+def _indexer_logits(
+    q: Tensor,
+    k_cache: Tensor,
+    weights: Tensor,
+    context_lens: Tensor,
+    block_table: Tensor,
+    kernels: str,
+    q_scales: Tensor | None = None,
+    max_seq_len: int | None = None,
+    unscored_up_to: int = 0,
+    fill_neg_inf: bool = False,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    return find(kernels).indexer_logits(
+        q,
+        k_cache,
+        weights,
+        context_lens,
+        block_table,
+        q_scales=q_scales,
+        max_seq_len=max_seq_len,
+        unscored_up_to=unscored_up_to,
+        fill_neg_inf=fill_neg_inf,
+        out=out,
+    )
+
+
+def _indexer_logits_ragged(
+    q: Tensor,
+    keys: Tensor,
+    key_scales: Tensor,
+    weights: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    kernels: str,
+    q_scales: Tensor | None = None,
+    max_window: int | None = None,
+    unscored_up_to: int = 0,
+    fill_neg_inf: bool = False,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    return find(kernels).indexer_logits_ragged(
+        q,
+        keys,
+        key_scales,
+        weights,
+        starts,
+        ends,
+        q_scales=q_scales,
+        max_window=max_window,
+        unscored_up_to=unscored_up_to,
+        fill_neg_inf=fill_neg_inf,
+        out=out,
     )
 
 
@@ -214,6 +280,7 @@ def _parameters(schema: str) -> tuple[str, ...]:
 
 
 _READ_NAMES = _parameters(_READ_OPTIONS)
+_LOGITS_NAMES, _RAGGED_NAMES = _parameters(_LOGITS_OPTIONS), _parameters(_RAGGED_OPTIONS)
 
 
 def _named(names: tuple[str, ...], rest: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
@@ -241,6 +308,39 @@ def _fake_sparse_decode(
 def _fake_topk(scores: Tensor, kernels: str, k: int, *rest: Any, **named: Any) -> Tensor:
     _refuse_grad(scores, *rest, **named)
     return scores.new_empty((scores.shape[0], k), dtype=torch.int32)
+
+
+def _fake_indexer_logits(
+    q: Tensor,
+    k_cache: Tensor,
+    weights: Tensor,
+    context_lens: Tensor,
+    block_table: Tensor,
+    kernels: str,
+    *rest: Any,
+    **named: Any,
+) -> Tensor:
+    given = _named(_LOGITS_NAMES, rest, named)
+    _refuse_grad(q, k_cache, weights, context_lens, block_table, **given)
+    width = require_width(given.get("max_seq_len"))
+    return empty_scores(q, q.shape[0] * q.shape[1], width, find(kernels).spec)
+
+
+def _fake_indexer_logits_ragged(
+    q: Tensor,
+    keys: Tensor,
+    key_scales: Tensor,
+    weights: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    kernels: str,
+    *rest: Any,
+    **named: Any,
+) -> Tensor:
+    given = _named(_RAGGED_NAMES, rest, named)
+    _refuse_grad(q, keys, key_scales, weights, starts, ends, **given)
+    most = given.get("max_window")
+    return empty_scores(q, q.shape[0], keys.shape[0] if most is None else most, find(kernels).spec)
 
 
 def _fake_kv_read(k_cache: Tensor, kernels: str, *rest: Any, **named: Any) -> Tensor:
@@ -271,6 +371,10 @@ _OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "sparse_decode_out": (_into(_sparse_decode, 4, "out", "lse"), _fake_nothing),
     "topk": (_topk, _fake_topk),
     "topk_out": (_into(_topk, 3, "out"), _fake_nothing),
+    "indexer_logits": (_indexer_logits, _fake_indexer_logits),
+    "indexer_logits_out": (_into(_indexer_logits, 6, "out"), _fake_nothing),
+    "indexer_logits_ragged": (_indexer_logits_ragged, _fake_indexer_logits_ragged),
+    "indexer_logits_ragged_out": (_into(_indexer_logits_ragged, 7, "out"), _fake_nothing),
     "kv_write": (_kv_write, _fake_nothing),
     "kv_read": (_kv_read, _fake_kv_read),
     "kv_read_out": (_into(_kv_read, 2, "out"), _fake_nothing),

@@ -59,6 +59,24 @@ def topk(
     return out
 
 
+def indexer_logits(handle: str, tensors: tuple[Tensor, ...], out: Tensor | None, **options: Any) -> Tensor:
+    """As Kernels.indexer_logits."""
+    if out is None:
+        made: Tensor = _OPS.indexer_logits(*tensors, handle, **options)
+        return made
+    _OPS.indexer_logits_out(*tensors, handle, **options, out=out)
+    return out
+
+
+def indexer_logits_ragged(handle: str, tensors: tuple[Tensor, ...], out: Tensor | None, **options: Any) -> Tensor:
+    """As Kernels.indexer_logits_ragged."""
+    if out is None:
+        made: Tensor = _OPS.indexer_logits_ragged(*tensors, handle, **options)
+        return made
+    _OPS.indexer_logits_ragged_out(*tensors, handle, **options, out=out)
+    return out
+
+
 def kv_read(handle: str, k_cache: Tensor, out: Tensor | None, **options: Any) -> Tensor:
     """As Kernels.kv_read."""
     if out is None:

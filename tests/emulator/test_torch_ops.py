@@ -68,11 +68,21 @@ def index(store: None) -> dsagen.Kernels:
     return load("v32_index_cache_h128")
 
 
+@pytest.fixture(scope="module")
+def indexer(store: None) -> dsagen.Kernels:
+    return load("v4_indexer_h64")
+
+
 @pytest.fixture
 def all_kernels(
-    decode: dsagen.Kernels, select: dsagen.Kernels, caches: dsagen.Kernels, v41: dsagen.Kernels, index: dsagen.Kernels
+    decode: dsagen.Kernels,
+    select: dsagen.Kernels,
+    caches: dsagen.Kernels,
+    v41: dsagen.Kernels,
+    index: dsagen.Kernels,
+    indexer: dsagen.Kernels,
 ) -> dict[str, dsagen.Kernels]:
-    return {"decode": decode, "select": select, "caches": caches, "v41": v41, "index": index}
+    return {"decode": decode, "select": select, "caches": caches, "v41": v41, "index": index, "indexer": indexer}
 
 
 def q(batch: int = 2) -> Tensor:
@@ -116,6 +126,41 @@ def rows(count: int, dims: int = 576) -> Tensor:
     return torch.randn(count, dims).bfloat16()
 
 
+def fp4(*shape: int) -> Tensor:
+    return torch.randint(0, 256, shape, dtype=torch.uint8)
+
+
+def ones(*shape: int) -> Tensor:
+    """Words of scales of 1."""
+    return torch.full(shape, 0x7F7F7F7F, dtype=torch.int32)
+
+
+def index_pool() -> Tensor:
+    cache = fp4(PAGES, PAGE, 1, 68)
+    cache.view(PAGES, -1)[:, PAGE * 64 :] = 127
+    return cache
+
+
+def logits_call(batch: int = 2) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    """Keys in pages: rows of 41 columns, which lie apart."""
+    table = torch.arange(batch * PAGES, dtype=torch.int32).view(batch, PAGES) % PAGES
+    tensors = (fp4(batch, 1, 64, 64), index_pool(), torch.randn(batch, 64), lengths(*range(40, 40 - batch, -1)), table)
+    return tensors, {"q_scales": ones(batch, 1, 64), "max_seq_len": 41, "fill_neg_inf": True}
+
+
+def ragged_call(tokens: int = 2) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    first, last = lengths(*range(tokens)), lengths(*range(30, 30 + tokens))
+    tensors = (fp4(tokens, 64, 64), fp4(37, 64), ones(37), torch.randn(tokens, 64), first, last)
+    return tensors, {"q_scales": ones(tokens, 64), "fill_neg_inf": True}
+
+
+def with_handle(
+    made: tuple[tuple[Tensor, ...], dict[str, Any]], handle: str, **more: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    tensors, options = made
+    return (*tensors, handle), {**options, **more}
+
+
 # Op: (kernels, arguments of a call).
 CALLS: dict[str, tuple[str, Callable[[str], tuple[tuple[Any, ...], dict[str, Any]]]]] = {
     "sparse_decode": ("decode", lambda h: ((q(), pool(), ids(), h), {"topk_length": lengths(40, 7)})),
@@ -130,6 +175,13 @@ CALLS: dict[str, tuple[str, Callable[[str], tuple[tuple[Any, ...], dict[str, Any
             (torch.randn(2, 50), h, K),
             {"out": torch.zeros(2, K, dtype=torch.int32), "counts": lengths(0, 0), "raw": None},
         ),
+    ),
+    "indexer_logits": ("indexer", lambda h: with_handle(logits_call(), h)),
+    "indexer_logits_out": ("indexer", lambda h: with_handle(logits_call(), h, out=torch.zeros(2, 41))),
+    "indexer_logits_ragged": ("indexer", lambda h: with_handle(ragged_call(), h)),
+    "indexer_logits_ragged_out": (
+        "indexer",
+        lambda h: with_handle(ragged_call(), h, out=torch.zeros(2, 32), max_window=32),
     ),
     "kv_write": ("caches", lambda h: ((rows(3), pool(), lengths(5, -1, 40), h), {})),
     "kv_read": ("caches", lambda h: ((pool(), h), {"slots": lengths(5, -1, 40)})),
@@ -211,6 +263,29 @@ def test_a_step_compiles_as_one_graph(backend: str, all_kernels: dict[str, dsage
         for want, got in zip(expected, found, strict=True):
             torch.testing.assert_close(got, want)
         assert mine[1].equal(inputs[1]), "the write into the cache was lost"
+
+
+def test_scores_of_an_indexer_compile_as_one_graph_with_what_follows(indexer: dsagen.Kernels) -> None:
+    torch._dynamo.reset()
+    out = torch.zeros(2, 41)
+
+    def run(paged: Any, ragged: Any, paged_options: Any, ragged_options: Any) -> tuple[Tensor, ...]:
+        scores = indexer.indexer_logits(*paged, **paged_options)
+        given = indexer.indexer_logits(*paged, **paged_options, out=out)
+        rows = indexer.indexer_logits_ragged(*ragged, **ragged_options)
+        packed = indexer.indexer_logits_ragged(*ragged, **ragged_options, max_window=30)
+        return scores * 2, scores, given + 1, rows.relu(), packed
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    (paged, paged_options), (ragged, ragged_options) = logits_call(), ragged_call()
+    inputs = (paged, ragged, paged_options, ragged_options)
+    want, kept = run(*inputs), out.clone()
+    out.zero_()
+    for mine, theirs in zip(compiled(*inputs), want, strict=True):
+        assert mine.equal(theirs)
+    assert out.equal(kept) and want[1].stride() == (44, 1) and compiled(*inputs)[1].stride() == (44, 1)
+    with pytest.raises(Exception, match="T-21"):
+        compiled(paged, ragged, {"q_scales": paged_options["q_scales"]}, ragged_options)
 
 
 def test_a_compiled_call_takes_the_plans_splits_and_given_outputs(all_kernels: dict[str, dsagen.Kernels]) -> None:

@@ -18,6 +18,7 @@ from test_native_launcher import (
     DECODE,
     HEADS,
     INDEX,
+    MX,
     S_Q,
     TOPK,
     TOPK_SPEC,
@@ -34,6 +35,7 @@ from dsagen.runtime.cache_ops import CacheOps
 from dsagen.runtime.decode_ops import DecodeOps
 from dsagen.runtime.entrances import OP_CALLS, base_of
 from dsagen.runtime.index_cache_ops import IndexCacheOps
+from dsagen.runtime.indexer_ops import IndexerOps
 from dsagen.runtime.launch import OpLaunches
 from dsagen.runtime.sparse_decode import DecodeTensors
 from dsagen.runtime.topk_ops import TopkOps
@@ -51,6 +53,7 @@ def entered(monkeypatch):
         (DecodeOps, ["decode_with_shared_plan"]), (TopkOps, ["topk"]),
         (CacheOps, ["kv_write", "kv_read", "kv_convert"]),
         (IndexCacheOps, ["index_write", "index_gather"]),
+        (IndexerOps, ["indexer_logits", "indexer_logits_ragged"]),
     ):  # fmt: skip
         for name in names:
             monkeypatch.setattr(part, name, _noted(getattr(part, name), found))
@@ -86,6 +89,11 @@ CASES = {
     "sparse_decode two caches": ("v4_h16", 128, given("decode two caches", "out", "lse"), plain()),
     "topk": (TOPK_SPEC, 60, given("topk", "out", "raw", "counts"), plain(k=64, page_size=61, determinism="order")),
     "topk_out": (TOPK_SPEC, 60, given("topk"), plain(k=64, page_size=61, drop_neg_inf=True)),
+    "indexer_logits": (MX, 200, given("logits", "out"), plain(max_seq_len=40, fill_neg_inf=True)),
+    "indexer_logits_out": (MX, 200, given("logits"), plain(unscored_up_to=9)),
+    "indexer_logits_ragged": (MX, 200, given("ragged", "out"), plain()),
+    "indexer_logits_ragged compressed": (MX, 200, given("ragged", "out"), plain(max_window=20, unscored_up_to=1)),
+    "indexer_logits_ragged_out": (MX, 200, given("ragged"), plain(fill_neg_inf=True)),
     "kv_write": (CACHE, 40, given("write parts"), plain()),
     "kv_read": (CACHE, 40, given("read", "out"), plain()),
     "kv_read table": (CACHE, 40, given("read table", "out"), plain(rows=9)),
@@ -127,8 +135,10 @@ _OWN = ("out", "lse", "lse_accum", "o_accum", "raw", "counts", "codes", "scales"
 
 def _settled(record, plans):
     block = bytearray(record.block)
+    # The scores of topk are an argument.
+    own = (*_OWN, "scores") if plans[record.symbol].variant.family == "indexer_logits" else _OWN
     for field in plans[record.symbol].params:
-        if field.ctype == "pointer" and field.name in _OWN:
+        if field.ctype == "pointer" and field.name in own:
             block[field.offset_bytes : field.offset_bytes + 8] = bytes(8)
     return record.symbol, bytes(block)
 
