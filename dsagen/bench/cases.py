@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dsagen.bench.data import DecodeCase
+from dsagen.bench.logits_data import LogitsBenchCase
 from dsagen.bench.topk_data import TopkBenchCase
 from dsagen.errors import SpecError
 from dsagen.spec import DeploymentSpec
@@ -35,6 +36,19 @@ TOPK_SLOTS = 2048
 # Fewer slots, in the default mode only.
 FEWER_SLOTS = (512, 1024)
 FEWER_SLOTS_SHAPES = ((128, 32 << 10), (1, 128 << 10), (16, 128 << 10))
+
+# Requests, tokens of each and keys of paged logits, and tokens over keys of ragged ones. Those of fp8 keys have goals.
+PAGED_LOGITS = (
+    (1, 1, 4 << 10),
+    (1, 1, 128 << 10),
+    (16, 1, 32 << 10),
+    (128, 1, 32 << 10),
+    (128, 1, 128 << 10),
+    (128, 2, 128 << 10),
+)
+RAGGED_LOGITS = ((4096, 32 << 10),)
+# Heads that ragged logits are measured with beside the spec's.
+FEWER_HEADS = 32
 
 
 def decode_cases(spec: DeploymentSpec) -> list[DecodeCase]:
@@ -84,3 +98,21 @@ def topk_cases(spec: DeploymentSpec, score: str, modes: Sequence[str]) -> list[T
     cases = [TopkBenchCase(score, *shape, slots, mode) for shape in TOPK_SHAPES[score] for mode in modes]
     fewer = [k for k in FEWER_SLOTS if k < slots]
     return cases + [TopkBenchCase(score, *shape, k, default) for k in fewer for shape in FEWER_SLOTS_SHAPES]
+
+
+def logits_cases(spec: DeploymentSpec) -> list[LogitsBenchCase]:
+    """The indexer's logits in each form that the spec has keys in; ragged ones also of fewer heads, and compressed."""
+    index = spec.index
+    assert index is not None and spec.scores is not None, "a spec with the op has an index and a score dtype"
+    cases: list[LogitsBenchCase] = []
+    if "paged" in index.forms:
+        shape = ("paged", index.keys, index.heads, index.dim, spec.scores)
+        cases += [LogitsBenchCase(*shape, *sizes) for sizes in PAGED_LOGITS]
+    if "ragged" in index.forms:
+        for heads in dict.fromkeys((index.heads, FEWER_HEADS)):
+            shape = ("ragged", index.keys, heads, index.dim, spec.scores)
+            cases += [LogitsBenchCase(*shape, 1, *sizes) for sizes in RAGGED_LOGITS]
+        tokens, keys = RAGGED_LOGITS[0]
+        shape = ("ragged", index.keys, index.heads, index.dim, spec.scores)
+        cases.append(LogitsBenchCase(*shape, 1, tokens, keys, compressed=True))
+    return cases

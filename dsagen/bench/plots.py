@@ -39,7 +39,7 @@ def write_plots(cases: Sequence[Case], folder: Path) -> list[Path]:
 
 def _draw(pyplot: Any, cases: Sequence[Case], folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
-    decode = [case for case in cases if "batch" in case["case"]]
+    decode = [case for case in cases if "kv_format" in case["case"]]
     selections = [case for case in cases if "width" in case["case"]]
     pictures: list[tuple[str, Path]] = []
 

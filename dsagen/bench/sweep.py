@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from dsagen.bench import run, step_run, topk_run
+from dsagen.bench import logits_run, run, step_run, topk_run
 from dsagen.bench.axes import SweepAxes
 from dsagen.bench.figures import DecodeFigures, Figures
+from dsagen.bench.logits_figures import LogitsFigures
 from dsagen.bench.run import Progress, Records, Wrong, raise_wrong
 from dsagen.bench.step_figures import StepFigures
 from dsagen.bench.topk_figures import TopkFigures
@@ -16,7 +17,7 @@ from dsagen.errors import DeviceError, SpecError
 from dsagen.runtime.step_plan import OPS as STEP_OPS
 from dsagen.spec import DeploymentSpec
 
-MEASURED_OPS = (DecodeFigures.op, TopkFigures.op)
+MEASURED_OPS = (DecodeFigures.op, TopkFigures.op, LogitsFigures.op)
 # Of specs with all of a step's ops, the whole as well.
 MEASURED = (*MEASURED_OPS, StepFigures.op)
 
@@ -59,6 +60,10 @@ def run_sweep(
     for spec in specs:
         if TopkFigures.op in spec.ops and TopkFigures.op in measured and not axes:
             figures += topk_run.sweep_topk(
+                spec, with_peers=with_peers, seed=seed, records=known, progress=progress, wrong=wrong
+            )
+        if LogitsFigures.op in spec.ops and LogitsFigures.op in measured and not axes:
+            figures += logits_run.sweep_logits(
                 spec, with_peers=with_peers, seed=seed, records=known, progress=progress, wrong=wrong
             )
     for spec in specs:

@@ -51,14 +51,14 @@ DSA_DEVICE void store_scores(const Params& p, i64 row, u32 first_key, Window win
 }
 
 // -inf into all columns but those of each row's window, shared by the blocks of the grid.
-template <class Score, class Unit, class Params>
+template <class Score, class Units = Unit, class Params>
 DSA_DEVICE void fill_outside(const Params& p, u32 threads) {
   const u32 width = static_cast<u32>(p.width), parts = (width + kFillColumns - 1) / kFillColumns;
-  const u64 all = Unit::rows(p) * parts;
+  const u64 all = Units::rows(p) * parts;
   for (u64 part = ptx::block_index(); part < all; part += p.blocks) {
     const u64 row = part / parts;
     const u32 first = static_cast<u32>(part - row * parts) * kFillColumns, last = width - first < kFillColumns ? width : first + kFillColumns;
-    const Window kept = Unit::columns(p, row);
+    const Window kept = Units::columns(p, row);
     if (kept.begin <= first && last <= kept.end) continue;
     typename Score::Word* scores = static_cast<typename Score::Word*>(p.scores) + static_cast<i64>(row) * p.score_stride;
     for (u32 column = first + ptx::thread_index(); column < last; column += threads)

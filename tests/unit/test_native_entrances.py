@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 from fake_driver import FakeDriver
+from logits_calls import MX
 from native_driver import COMPILER, NativeFakeDriver, recording_cuda
 from test_native_launcher import (
     BATCH,
@@ -18,7 +19,6 @@ from test_native_launcher import (
     DECODE,
     HEADS,
     INDEX,
-    MX,
     S_Q,
     TOPK,
     TOPK_SPEC,

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from fake_driver import GOOD, FakeDriver, fake_cubins
+from logits_calls import INDEXER, MX, fp8_logits_tensors, logits_tensors, ragged_tensors
 from native_driver import COMPILER, CONTEXT, NativeFakeDriver
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -154,37 +155,6 @@ def cache(columns=656, page=PAGE):
     return torch.zeros(PAGES, page, 1, columns, dtype=torch.uint8)
 
 
-def logits_tensors():
-    return {
-        "q": torch.zeros(BATCH, S_Q, 64, 64, dtype=torch.uint8),
-        "k_cache": cache(68),
-        "weights": torch.zeros(BATCH * S_Q, 64),
-        "context_lens": ints(BATCH, S_Q),
-        "block_table": ints(BATCH, 4),
-        "q_scales": ints(BATCH, S_Q, 64),
-        "out": torch.zeros(BATCH * S_Q, 40),
-    }
-
-
-def fp8_logits_tensors():
-    given = {**logits_tensors(), "q": torch.zeros(BATCH, S_Q, 64, 128, dtype=torch.uint8), "k_cache": cache(132)}
-    return {name: tensor for name, tensor in given.items() if name != "q_scales"}
-
-
-def ragged_tensors():
-    return {
-        "q": torch.zeros(4, 64, 64, dtype=torch.uint8),
-        "keys": torch.zeros(40, 64, dtype=torch.uint8),
-        "key_scales": ints(40),
-        "weights": torch.zeros(4, 64),
-        "starts": ints(4),
-        "ends": ints(4),
-        "q_scales": ints(4, 64),
-        "out": torch.zeros(4, 40),
-    }
-
-
-INDEXER, MX = "v32_indexer_h128", "v4_indexer_h64"
 DECODE, TOPK_SPEC, CACHE, V41 = "v32_h16", "v32_topk_h128", "v32_kv_cache_h128", "v41_kv_cache_h64"
 INDEX = "v32_index_cache_h128"
 # Name: (spec, registers of its kernels, what makes a call's tensors, what gives a function of them).
@@ -204,8 +174,6 @@ CALLS = {
     "logits": (MX, 200, logits_tensors, op("indexer_logits", unscored_up_to=7, fill_neg_inf=True)),
     "logits plain": (INDEXER, 200, fp8_logits_tensors, op("indexer_logits", max_seq_len=40)),
     "ragged": (MX, 200, ragged_tensors, op("indexer_logits_ragged", fill_neg_inf=True)),
-    "ragged compressed": (MX, 200, lambda: {**ragged_tensors(), "out": torch.zeros(4, 20)},
-                          op("indexer_logits_ragged", max_window=20)),
     "write": (CACHE, 40, lambda: {"rows": torch.zeros(4, 576).bfloat16(), "k_cache": cache(), "slots": ints(4)},
               op("kv_write")),
     "write parts": (CACHE, 40, lambda: {"rows": torch.zeros(4, 512).bfloat16(), "k_pe": torch.zeros(4, 64).bfloat16(),
@@ -218,8 +186,7 @@ CALLS = {
                    op("kv_read", rows=9)),
     "convert": (V41, 40, lambda: {"source": torch.zeros(3, 4, 1, 528, dtype=torch.uint8),
                                   "target": torch.zeros(4, 4, 1, 528, dtype=torch.uint8),
-                                  "source_slots": ints(5), "target_slots": ints(5)},
-                op("kv_convert")),
+                                  "source_slots": ints(5), "target_slots": ints(5)}, op("kv_convert")),
     "index write": (INDEX, 40, lambda: {"keys": torch.zeros(4, 128).bfloat16(), "k_cache": cache(132),
                                         "slots": torch.zeros(3, dtype=torch.int64)}, op("index_write")),
     "index gather": (INDEX, 40, lambda: {"k_cache": cache(132), "block_table": ints(2, 3), "row_starts": ints(3),
@@ -301,10 +268,10 @@ def test_outputs_that_cannot_be_had_leave_the_call_to_the_checks(name, monkeypat
 
 
 def test_every_op_is_among_those_that_are_compared():
-    ops = {"sparse_decode", "topk", "indexer_logits", "indexer_logits_ragged", "kv_write", "kv_read", "kv_convert"}
-    assert {name.removesuffix("_out") for name in SCHEMAS} == ops | {"index_write", "index_gather"}
-    kinds = {"decode", "topk", "logits", "ragged", "write", "read", "convert", "index"}
-    assert {name.split()[0] for name in CALLS} == kinds
+    ops = "sparse_decode topk indexer_logits indexer_logits_ragged kv_write kv_read kv_convert index_write index_gather"
+    assert {name.removesuffix("_out") for name in SCHEMAS} == set(ops.split())
+    kinds = "decode topk logits ragged write read convert index"
+    assert {name.split()[0] for name in CALLS} == set(kinds.split())
 
 
 class Subclass(torch.Tensor):
