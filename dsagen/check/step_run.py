@@ -220,6 +220,8 @@ class StepRun:
         """All layers of the step, on the current stream."""
         index = dict(zip(("index_q", "index_cache", "weights", "context_lens", "block_table"), inputs.index.tensors,
                          strict=True))  # fmt: skip
+        if inputs.index.q_scales is not None:
+            index["index_q_scales"] = inputs.index.q_scales
         if inputs.kv_table is not None:
             index["kv_block_table"] = inputs.kv_table
         for number, (layer, output) in enumerate(zip(inputs.layers, outputs, strict=True)):
@@ -281,7 +283,8 @@ class StepRun:
         spec, case = kernels.spec, self.case
         assert spec.index is not None
         record = index_format(spec.index.keys)
-        scores, scored = logits_reference(*index.tensors, record, case.width, unscored_up_to=case.k)
+        options: dict[str, Any] = {"unscored_up_to": case.k, **index.named}
+        scores, scored = logits_reference(*index.tensors, record, case.width, **options)
         return scores.to(_DTYPES[str(spec.scores)]), scored
 
     def _select(self, scores: Tensor, index: LogitsInputs, table: Tensor | None, page_size: int, k: int) -> Selection:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 STEP = "decode_step"
 # What a stage calls the tensors that a step has by other names.
-_INDEXER_NAMES = {"q": "index_q", "k_cache": "index_cache"}
+_INDEXER_NAMES = {"q": "index_q", "k_cache": "index_cache", "q_scales": "index_q_scales"}
 _TOPK_NAMES = {"page_table": "kv_block_table", "lengths": "context_lens"}
 
 
@@ -40,6 +40,7 @@ class StepOps(IndexerOps, TopkOps, DecodeOps):
         index_q: torch.Tensor | None = None,
         index_cache: torch.Tensor | None = None,
         weights: torch.Tensor | None = None,
+        index_q_scales: torch.Tensor | None = None,
         context_lens: torch.Tensor | None = None,
         block_table: torch.Tensor | None = None,
         kv_block_table: torch.Tensor | None = None,
@@ -60,8 +61,9 @@ class StepOps(IndexerOps, TopkOps, DecodeOps):
 
         - q, k_cache: as sparse_decode takes them, q [batch, next_n, heads, d_qk]
         - plan: of plan_decode_step, the same for all layers of a step; its `ids` are what was selected
-        - index_q, index_cache, weights, context_lens, block_table: as indexer_logits takes q, k_cache and the others;
-          context_lens contiguous. One length a request, [batch], costs a launch of torch's where next_n > 1
+        - index_q, index_cache, weights, index_q_scales, context_lens, block_table: as indexer_logits takes q, k_cache,
+          q_scales and the others; context_lens contiguous. One length a request, [batch], costs a launch of torch's
+          where next_n > 1
         - kv_block_table: int32 [batch, pages], where the KV cache has pages of its own; otherwise block_table names
           pages of both caches, which then have the same page size, and as many pages
         - reuse_ids: attend to what the plan's last call selected, as layers do that share an indexer; the arguments of
@@ -79,12 +81,12 @@ class StepOps(IndexerOps, TopkOps, DecodeOps):
         selected = k_cache if self.spec.extra_kv is None else extra_k_cache
         _require_window(self.spec.extra_kv is not None, indices, topk_length, extra_k_cache)
         if require_bool("reuse_ids", reuse_ids):
-            _require_reuse(plan, (*index, kv_block_table))
+            _require_reuse(plan, (*index, kv_block_table, index_q_scales))
             plan.claim(self._driver.current_stream(plan._ordinal))
         else:
             page_size = _require_caches(plan, index, kv_block_table, q, selected)
             plan.claim(self._driver.current_stream(plan._ordinal))
-            self._select(plan, index, kv_block_table, page_size)
+            self._select(plan, index, index_q_scales, kv_block_table, page_size)
         if self.spec.extra_kv is None:
             lists: dict[str, Any] = {"indices": plan.ids, "topk_length": plan.counts}
         else:
@@ -181,6 +183,7 @@ class StepOps(IndexerOps, TopkOps, DecodeOps):
         self,
         plan: DecodeStepPlan,
         index: tuple[torch.Tensor | None, ...],
+        index_q_scales: torch.Tensor | None,
         kv_block_table: torch.Tensor | None,
         page_size: int,
     ) -> None:
@@ -199,6 +202,7 @@ class StepOps(IndexerOps, TopkOps, DecodeOps):
                 weights,  # type: ignore[arg-type]
                 lengths,  # type: ignore[arg-type]
                 block_table,  # type: ignore[arg-type]
+                q_scales=index_q_scales,
                 unscored_up_to=shape.k,
                 out=plan.scores,
             )
@@ -228,6 +232,7 @@ class StepOps(IndexerOps, TopkOps, DecodeOps):
         """Device, sizes, and the widths of both lists of sparse decode."""
         for op in OPS:
             self._require_op(op)
+        self._require_form("paged", "decode_step")
         spec = self.spec
         k = spec.selected_topk if k is None else require_int("k", k)
         shape = StepShape(require_int("batch", batch), require_int("next_n", next_n), max_seq_len, k)
@@ -313,7 +318,7 @@ def _require_reuse(plan: DecodeStepPlan, stray: tuple[torch.Tensor | None, ...])
             "[T-22] reuse_ids: nothing was selected with this plan yet: the first layer of a step passes index_q, "
             "index_cache, weights, context_lens and block_table"
         )
-    names = ("index_q", "index_cache", "weights", "context_lens", "block_table", "kv_block_table")
+    names = ("index_q", "index_cache", "weights", "context_lens", "block_table", "kv_block_table", "index_q_scales")
     given = next((name for name, tensor in zip(names, stray, strict=True) if tensor is not None), None)
     if given is not None:
         raise GuardError(f"[T-22] {given}: given with reuse_ids, which selects nothing: leave either out")

@@ -11,7 +11,7 @@ import torch
 
 import dsagen
 from dsagen.arch import H200
-from dsagen.bench import run, step_run, sweep, topk_run
+from dsagen.bench import logits_run, run, step_run, sweep, topk_run
 from dsagen.bench.axes import SweepAxes
 from dsagen.bench.step_data import StepBenchCase, make_pools, step_cases, step_inputs
 from dsagen.bench.step_figures import GOALS_US, STAGES, StepFigures, step_floor_us
@@ -151,14 +151,21 @@ def test_the_sweep_measures_all_of_a_spec_or_one_op(monkeypatch):
     asked: list[str] = []
     monkeypatch.setattr(run, "sweep_decode", lambda specs, **_: asked.extend("sparse_decode" for _ in specs) or [])
     monkeypatch.setattr(topk_run, "sweep_topk", lambda *_, **__: asked.append("topk") or [])
+    monkeypatch.setattr(logits_run, "sweep_logits", lambda *_, **__: asked.append("indexer_logits") or [])
     monkeypatch.setattr(step_run, "sweep_steps", lambda *_, **__: asked.append("decode_step") or [])
-    for only, want in ((None, ["sparse_decode", "topk", "decode_step"]), *((op, [op]) for op in sweep.MEASURED)):
+    every = ["sparse_decode", "topk", "indexer_logits", "decode_step"]
+    for only, want in ((None, every), *((op, [op]) for op in sweep.MEASURED)):
         asked.clear()
         sweep.run_sweep([SPEC], only=only)
         assert asked == want
     asked.clear()
     sweep.run_sweep([SPEC], axes=SweepAxes(batch=(3,)))
     assert asked == ["sparse_decode"]
+    # Steps over other index keys are told, and the ops of such a spec are measured.
+    said: list[str] = []
+    other = SPEC.replace(index={**SPEC.to_mapping()["index"], "keys": "mxfp4"})
+    sweep.run_sweep([other], progress=said.append)
+    assert asked[1:] == every[:-1] and "steps are measured with fp8 index keys in pages only" in said[-1]
     with pytest.raises(
         SpecError, match="v32_h16: decode_step takes indexer_logits, topk, sparse_decode, which its ops"
     ):

@@ -69,6 +69,21 @@ def blocks(kernels, driver):
     return [(plans[r.symbol].variant.family, unpack(r.block, plans[r.symbol])) for r in driver.launches]
 
 
+def test_scales_of_the_query_reach_the_indexer():
+    driver, kernels = make(index={"heads": 24, "dim": 128, "keys": "mxfp4"})
+    plan, scales = kernels.plan_decode_step(BATCH, NEXT_N, WIDTH, k=K), ints(BATCH, NEXT_N, 24)
+    given = index(index_q=bytes_of(BATCH, NEXT_N, 24, 64), index_cache=bytes_of(PAGES, PAGE, 1, 68))
+    kernels.decode_step(**attention(), **given, index_q_scales=scales, plan=plan)
+    assert blocks(kernels, driver)[0][1]["q_scales"] == scales.data_ptr()
+    with pytest.raises(GuardError, match=r"^\[T-23\] index_q_scales: missing, and mxfp4 codes of"):
+        kernels.decode_step(**attention(), **given, plan=plan)
+    with pytest.raises(GuardError, match=r"^\[T-22\] index_q_scales: given with reuse_ids"):
+        kernels.decode_step(**attention(), index_q_scales=scales, reuse_ids=True, plan=plan)
+    _, ragged = make(index={"heads": 24, "forms": ["ragged"]})
+    with pytest.raises(GuardError, match=r"^\[T-11\] decode_step: the spec \w+ declares index.forms ragged: add paged"):
+        ragged.plan_decode_step(BATCH, NEXT_N, WIDTH, k=K)
+
+
 def test_a_step_launches_its_stages_over_one_workspace():
     driver, kernels = make()
     plan = kernels.plan_decode_step(BATCH, NEXT_N, WIDTH, k=K)
