@@ -1,4 +1,4 @@
-"""deep_gemm's indexer logits as of June 2026, for paged caches of fp8 keys with an fp32 scale each.
+"""deep_gemm's indexer logits as of June 2026, over fp8 keys with an fp32 scale each, and over MX and FP4 ones.
 
 `deep_gemm.fp8_paged_mqa_logits = dsagen.compat.deep_gemm_legacy.fp8_paged_mqa_logits`, and so on. `use(kernels)` gives
 them kernels that are loaded already; without, a deployment is derived from each new kind of call and loaded at its
@@ -9,12 +9,20 @@ argument.
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
-from dsagen.compat.logits import INDEXERS, PagedCall, not_built, num_sms, paged_logits, paged_metadata, require_plain_q
+from dsagen.compat.logits import (
+    INDEXERS,
+    PagedCall,
+    Query,
+    RaggedCall,
+    num_sms,
+    paged_logits,
+    paged_metadata,
+    query_of,
+    ragged_logits,
+)
 
 __all__ = [
     "fp8_fp4_mqa_logits",
@@ -28,8 +36,6 @@ __all__ = [
 
 use = INDEXERS.use
 get_num_sms = num_sms
-fp8_mqa_logits = partial(not_built, "fp8_mqa_logits")
-fp8_fp4_mqa_logits = partial(not_built, "fp8_fp4_mqa_logits")
 
 
 def get_paged_mqa_logits_metadata(
@@ -56,8 +62,8 @@ def fp8_paged_mqa_logits(
     int32 [b, next_n], each token's own; block_table int32 [b, pages]. GuardError for what cannot be honoured.
     """
     call = PagedCall(
-        q, kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len, clean_logits, torch.float32,
-        indices,
+        Query(q), kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len, clean_logits,
+        torch.float32, indices,
     )  # fmt: skip
     return paged_logits("fp8_paged_mqa_logits", call)
 
@@ -74,10 +80,49 @@ def fp8_fp4_paged_mqa_logits(
     logits_dtype: torch.dtype = torch.float32,
     indices: Tensor | None = None,
 ) -> Tensor:
-    """As fp8_paged_mqa_logits, of `logits_dtype`; q is a pair whose second part, scales of FP4, has to be None."""
+    """As fp8_paged_mqa_logits, of `logits_dtype`; q is a pair: e4m3 with None or, of MX
+    keys, with int32 words of four ue8m0 [b, next_n, h]; or bytes of e2m1 pairs with such words.
+    """
     function = "fp8_fp4_paged_mqa_logits"
     call = PagedCall(
-        require_plain_q(function, q), kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len,
+        query_of(function, q), kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len,
         clean_logits, logits_dtype, indices,
     )  # fmt: skip
     return paged_logits(function, call)
+
+
+def fp8_mqa_logits(
+    q: Tensor,
+    kv: tuple[Tensor, Tensor],
+    weights: Tensor,
+    cu_seq_len_k_start: Tensor,
+    cu_seq_len_k_end: Tensor,
+    clean_logits: bool = True,
+    max_seqlen_k: int = 0,
+) -> Tensor:
+    """fp32 [T, N]; with `max_seqlen_k` [T, max_seqlen_k], column j the j-th key of a token's window.
+
+    q e4m3 [T, h, d]; kv e4m3 [N, d] and fp32 [N]; weights fp32 [T, h]; token t sees keys cu_seq_len_k_start[t] up to
+    and without cu_seq_len_k_end[t]. `clean_logits` makes other columns -inf, in either form of rows.
+    """
+    starts, ends = cu_seq_len_k_start, cu_seq_len_k_end
+    call = RaggedCall(Query(q), kv, weights, starts, ends, clean_logits, max_seqlen_k, torch.float32)
+    return ragged_logits("fp8_mqa_logits", call)
+
+
+def fp8_fp4_mqa_logits(
+    q: tuple[Tensor, Tensor | None],
+    kv: tuple[Tensor, Tensor],
+    weights: Tensor,
+    cu_seq_len_k_start: Tensor,
+    cu_seq_len_k_end: Tensor,
+    clean_logits: bool = True,
+    max_seqlen_k: int = 0,
+    logits_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """As fp8_mqa_logits, of `logits_dtype`; q as fp8_fp4_paged_mqa_logits takes it, and kv has scales alike."""
+    function, starts, ends = "fp8_fp4_mqa_logits", cu_seq_len_k_start, cu_seq_len_k_end
+    query = query_of(function, q)
+    return ragged_logits(
+        function, RaggedCall(query, kv, weights, starts, ends, clean_logits, max_seqlen_k, logits_dtype)
+    )

@@ -177,12 +177,13 @@ class Selections(OpDeployments[str, SelectionNeed]):
 
 
 class LogitsNeed(NamedTuple):
-    """What a call of the indexer asks: heads, dims and format of keys, and the dtype of scores, as specs have them."""
+    """What a call of the indexer asks: heads, dims, format and form of keys, dtype of scores, as specs have them."""
 
     heads: int
     dim: int
     keys: str
     scores: str
+    form: str = "paged"
 
 
 class Indexers(OpDeployments[LogitsNeed, LogitsNeed]):
@@ -196,7 +197,7 @@ class Indexers(OpDeployments[LogitsNeed, LogitsNeed]):
 
     def derive(self, wanted: LogitsNeed, arch: str) -> DeploymentSpec:
         """The indexer alone."""
-        index = {"heads": wanted.heads, "dim": wanted.dim, "keys": wanted.keys}
+        index = {"heads": wanted.heads, "dim": wanted.dim, "keys": wanted.keys, "forms": [wanted.form]}
         return DeploymentSpec(
             name="deep_gemm", model="v32", heads=1, archs=[arch], ops=[self.op], index=index, scores=wanted.scores
         )
@@ -204,4 +205,6 @@ class Indexers(OpDeployments[LogitsNeed, LogitsNeed]):
     def serves(self, spec: DeploymentSpec, call: LogitsNeed) -> bool:
         """Whether the spec's indexer is the call's."""
         index = spec.index
-        return index is not None and LogitsNeed(index.heads, index.dim, index.keys, str(spec.scores)) == call
+        if index is None or call.form not in index.forms:
+            return False
+        return LogitsNeed(index.heads, index.dim, index.keys, str(spec.scores), call.form) == call

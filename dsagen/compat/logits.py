@@ -12,20 +12,30 @@ from dsagen.compat.deployments import Indexers, LogitsNeed
 from dsagen.compat.selection import require_tensor
 from dsagen.errors import DeviceError, GuardError, SpecError
 from dsagen.guard import rename, require_bool, require_int
+from dsagen.index_format import index_format
+from dsagen.runtime.api import Kernels
 
 # One for the process: an engine may import both generations.
 INDEXERS = Indexers()
 _SCORES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 # Rows of logits begin at multiples of this many columns, and of this many bytes.
 _ROW_COLUMNS, _ROW_BYTES = 256, 1024
-_SCALE_BYTES = 4
-_NAMES = {"k_cache": "kv_cache", "max_seq_len": "max_context_len"}
+_NAMES = {"k_cache": "kv_cache", "max_seq_len": "max_context_len", "q_scales": "q"}
+_RAGGED_NAMES = {"keys": "kv", "key_scales": "kv", "starts": "cu_seq_len_k_start", "ends": "cu_seq_len_k_end"}
+_RAGGED_NAMES |= {"max_window": "max_seqlen_k", "q_scales": "q"}
+
+
+class Query(NamedTuple):
+    """q of a call: codes, and scales of blocks where it has them."""
+
+    codes: Tensor
+    scales: Tensor | None = None
 
 
 class PagedCall(NamedTuple):
     """The arguments of a paged call by deep_gemm's names."""
 
-    q: Tensor
+    q: Query
     kv_cache: Tensor
     weights: Tensor
     context_lens: Tensor
@@ -37,41 +47,93 @@ class PagedCall(NamedTuple):
     indices: Tensor | None
 
 
+class RaggedCall(NamedTuple):
+    """The arguments of a ragged call by deep_gemm's names; `max_seqlen_k` 0: rows of all keys."""
+
+    q: Query
+    kv: object
+    weights: Tensor
+    cu_seq_len_k_start: Tensor
+    cu_seq_len_k_end: Tensor
+    clean_logits: bool
+    max_seqlen_k: int
+    logits_dtype: torch.dtype
+
+
 def paged_logits(function: str, call: PagedCall) -> Tensor:
     """[b * next_n, max_context_len] of `logits_dtype`, a view of wider rows; GuardError for what cannot be honoured.
 
     Columns from a token's own length on are not written, or -inf with `clean_logits`.
     """
     clean = require_bool("clean_logits", call.clean_logits)
+    q, scales = call.q
     for name, tensor, dims in (
-        ("q", call.q, 4), ("kv_cache", call.kv_cache, 4), ("weights", call.weights, 2),
+        ("q", q, 4), ("kv_cache", call.kv_cache, 4), ("weights", call.weights, 2),
         ("context_lens", call.context_lens, 2), ("block_table", call.block_table, 2),
         ("schedule_meta", call.schedule_meta, 2),
     ):  # fmt: skip
         require_tensor(function, name, tensor, dims)
     if call.indices is not None:
         refuse("indices", "rows that share a request are not built: pass next_n tokens of each request", function)
-    if call.logits_dtype not in _SCORES:
-        refuse("logits_dtype", f"{call.logits_dtype}: expected torch.float32 or torch.bfloat16", function)
     meta = call.schedule_meta
     if meta.dtype is not torch.int32 or meta.shape[1] != 2:
         refuse("schedule_meta", f"{meta.dtype} {tuple(meta.shape)}: expected what the metadata call returns", function)
-    batch, next_n, heads, dim = (int(size) for size in call.q.shape)
-    most = require_int("max_context_len", call.max_context_len)
-    if most < 0:
-        refuse("max_context_len", f"{most}: expected the length of the longest request", function)
-    wanted = LogitsNeed(heads, dim, _keys_of(function, call.kv_cache, dim), _SCORES[call.logits_dtype])
-    try:
-        kernels = INDEXERS.kernels_for(wanted, call.q.device)
-    except SpecError as error:
-        refuse("q", f"no kernels for {heads} heads of {dim} dims: {' '.join(str(error).split())}", function)
-    out = _rows(call.q, batch * next_n, most, call.logits_dtype)
+    most = _columns("max_context_len", call.max_context_len, function)
+    batch, next_n = int(q.shape[0]), int(q.shape[1])
+    wanted = _need(function, call.q, call.logits_dtype, "paged")
+    size = int(call.kv_cache.shape[3]) * call.kv_cache.element_size()
+    expected = index_format(wanted.keys).record_bytes(wanted.dim)
+    if size != expected:
+        text = f"{size} B a token beside a q of {wanted.dim} dims: expected {expected}"
+        refuse("kv_cache", text, function)
+    kernels = _kernels(function, wanted, q)
+    out = _rows(q, batch * next_n, most, call.logits_dtype)
+    named: dict[str, Any] = {} if scales is None else {"q_scales": scales}
     try:
         return kernels.indexer_logits(
-            call.q, call.kv_cache, call.weights, call.context_lens, call.block_table, out=out, fill_neg_inf=clean
+            q, call.kv_cache, call.weights, call.context_lens, call.block_table, out=out, fill_neg_inf=clean, **named
         )
     except GuardError as error:
         raise rename(error, _NAMES) from None
+
+
+def ragged_logits(function: str, call: RaggedCall) -> Tensor:
+    """[T, N], or with `max_seqlen_k` [T, max_seqlen_k] of which column j is a token's j-th key; views of wider rows.
+
+    Columns outside of a token's window are not written, or -inf with `clean_logits`.
+    """
+    clean = require_bool("clean_logits", call.clean_logits)
+    q, scales = call.q
+    keys, key_scales = _pair(function, "kv", call.kv)
+    if key_scales is None:
+        refuse("kv", "expected a pair (keys, scales), found no scales", function)
+    for name, tensor, dims in (
+        ("q", q, 3), ("kv", keys, 2), ("weights", call.weights, 2), ("cu_seq_len_k_start", call.cu_seq_len_k_start, 1),
+        ("cu_seq_len_k_end", call.cu_seq_len_k_end, 1),
+    ):  # fmt: skip
+        require_tensor(function, name, tensor, dims)
+    most = _columns("max_seqlen_k", call.max_seqlen_k, function)
+    kernels = _kernels(function, _need(function, call.q, call.logits_dtype, "ragged"), q)
+    out = _rows(q, int(q.shape[0]), most or int(keys.shape[0]), call.logits_dtype)
+    named: dict[str, Any] = {} if scales is None else {"q_scales": scales}
+    try:
+        return kernels.indexer_logits_ragged(
+            q, keys, key_scales, call.weights, call.cu_seq_len_k_start, call.cu_seq_len_k_end,
+            max_window=most or None, fill_neg_inf=clean, out=out, **named,
+        )  # fmt: skip
+    except GuardError as error:
+        raise rename(error, _RAGGED_NAMES) from None
+
+
+def ragged_metadata(starts: Tensor, ends: Tensor, num_kv_tokens: int, num_heads: int) -> Tensor:
+    """int32 [multiprocessors + 1, 2] of zeros, as paged_metadata gives."""
+    function = "get_mqa_logits_metadata"
+    require_tensor(function, "cu_seq_len_k_start", starts, 1)
+    require_tensor(function, "cu_seq_len_k_end", ends, 1, int(starts.shape[0]))
+    for name, value in (("num_kv_tokens", num_kv_tokens), ("num_heads", num_heads)):
+        if require_int(name, value) < 1:
+            refuse(name, f"{value}: expected 1 at least", function)
+    return starts.new_zeros((num_sms() + 1, 2), dtype=torch.int32)
 
 
 def paged_metadata(context_lens: Tensor, block_kv: int, num_sms: int, indices: Tensor | None) -> Tensor:
@@ -89,16 +151,19 @@ def paged_metadata(context_lens: Tensor, block_kv: int, num_sms: int, indices: T
     return context_lens.new_zeros((num_sms + 1, 2))
 
 
-def require_plain_q(function: str, q: object) -> Tensor:
-    """Q of a pair (q, scales): e4m3 without scales, which weights have. GuardError for FP4 and for other things."""
-    if not isinstance(q, tuple) or len(q) != 2:
-        refuse("q", f"expected a pair (q, scales or None), found {type(q).__name__}", function)
-    if q[1] is not None:
-        refuse("q", "with scales of its own (MX and FP4) is not built: pass (q, None), scales folded into weights",
-               function)  # fmt: skip
-    require_tensor(function, "q", q[0])
-    plain: Tensor = q[0]
-    return plain
+def query_of(function: str, q: object) -> Query:
+    """Of a pair (q, scales), of which the second is None for q whose scales the weights have."""
+    return Query(*_pair(function, "q", q))
+
+
+def _pair(function: str, name: str, pair: object) -> tuple[Tensor, Tensor | None]:
+    if not isinstance(pair, tuple) or len(pair) != 2:
+        refuse(name, f"expected a pair of codes and scales, found {type(pair).__name__}", function)
+    codes, scales = pair
+    require_tensor(function, name, codes)
+    if scales is not None:
+        require_tensor(function, name, scales)
+    return codes, scales
 
 
 def num_sms() -> int:
@@ -112,14 +177,34 @@ def num_sms() -> int:
 
 def not_built(function: str, *_: Any, **__: Any) -> NoReturn:
     """GuardError for a function that no op serves yet."""
-    refuse("op", "not built: paged logits are", function)
+    refuse("op", "not built: paged and ragged logits are", function)
 
 
-def _keys_of(function: str, kv_cache: Tensor, dim: int) -> str:
-    size = int(kv_cache.shape[3]) * kv_cache.element_size()
-    if size != dim + _SCALE_BYTES:
-        refuse("kv_cache", f"{size} B a token beside a q of {dim} dims: expected {dim + _SCALE_BYTES}", function)
-    return "fp8"
+def _columns(name: str, value: object, function: str) -> int:
+    found = require_int(name, value)
+    if found < 0:
+        refuse(name, f"{found}: expected the length of the longest row", function)
+    return found
+
+
+def _need(function: str, q: Query, logits_dtype: torch.dtype, form: str) -> LogitsNeed:
+    """Heads, dims and format by the codes of q: without scales fp8, with scales of blocks mxfp8, and of bytes mxfp4."""
+    if logits_dtype not in _SCORES:
+        refuse("logits_dtype", f"{logits_dtype}: expected torch.float32 or torch.bfloat16", function)
+    heads, dim = int(q.codes.shape[-2]), int(q.codes.shape[-1])
+    keys = "fp8"
+    if q.scales is not None:
+        keys = "mxfp8" if q.codes.dtype is torch.float8_e4m3fn else "mxfp4"
+        dim = dim if keys == "mxfp8" else 2 * dim
+    return LogitsNeed(heads, dim, keys, _SCORES[logits_dtype], form)
+
+
+def _kernels(function: str, wanted: LogitsNeed, q: Tensor) -> Kernels:
+    try:
+        return INDEXERS.kernels_for(wanted, q.device)
+    except SpecError as error:
+        text = f"no kernels for {wanted.heads} heads of {wanted.dim} dims, {wanted.keys} keys"
+        refuse("q", f"{text}: {' '.join(str(error).split())}", function)
 
 
 def _rows(q: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:

@@ -21,7 +21,10 @@ from dsagen.runtime.emulated import EmulatorOptions
 pytestmark = pytest.mark.compile
 
 ROWS, WIDTH, K = 5, 700, 64
-SPEC = {"model": "v32", "heads": 16, "archs": ["sm_90a"], "ops": ["indexer_logits", "topk"], "index": {"heads": 32}}
+SPEC = {
+    "model": "v32", "heads": 16, "archs": ["sm_90a"], "ops": ["indexer_logits", "topk"],
+    "index": {"heads": 32, "forms": ["paged", "ragged"]},
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -138,3 +141,38 @@ def test_deep_gemm(generation: str) -> None:
     assert torch.equal(logits[scored], want[scored].float())
     if generation == "clean":
         assert bool((logits[~scored] == -torch.inf).all())
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_deep_gemm_of_ragged_windows(compressed: bool) -> None:
+    draw = torch.Generator().manual_seed(8)
+    codes = torch.randint(-4, 5, (120, 32 + 1, 128), generator=draw).float().to(torch.float8_e4m3fn)
+    q, keys, weights = codes[:7, :32], codes[:, 32], torch.randint(-3, 4, (7, 32), generator=draw).float()
+    scales = torch.randint(-1, 2, (120,), generator=draw).float().exp2()
+    starts, ends = torch.tensor([0, 0, 5, 119, 60, 3, 0]).int(), torch.tensor([0, 120, 70, 120, 64, 4, 65]).int()
+    want = torch.einsum("th,thn->tn", weights, torch.einsum("thd,nd->thn", q.float(), keys.float()).relu()) * scales
+    given = (keys.contiguous(), scales), weights, starts, ends
+    width = 120 if not compressed else int((ends - starts).max())
+    found = deep_gemm_legacy.fp8_mqa_logits(q, *given, True, width if compressed else 0)
+    expected = torch.full((7, width), -torch.inf)
+    for row, (first, last) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
+        at = 0 if compressed else first
+        expected[row, at : at + last - first] = want[row, first:last]
+    assert torch.equal(found, expected)
+    if compressed:
+        newer = deep_gemm.fp8_fp4_mqa_logits((q, None), *given, width)
+        scored = expected > -torch.inf
+        assert torch.equal(newer[scored], expected[scored])
+
+
+def test_deep_gemm_of_fp4_keys() -> None:
+    kernels = dsagen.load({**SPEC, "index": {"heads": 32, "keys": "mxfp4"}}, device="emulator")
+    INDEXERS.use(kernels)
+    inputs = make_inputs(
+        LogitsCase("drop_in", 2, 2, 150), index_format("mxfp4"), kernels.spec.index, torch.Generator().manual_seed(9)
+    )
+    q, *others = inputs.tensors
+    meta = deep_gemm.get_paged_mqa_logits_metadata(inputs.context_lens, 64, 132)
+    logits = deep_gemm.fp8_fp4_paged_mqa_logits((q, inputs.q_scales), *others, meta, 150)
+    want, scored = logits_reference(*inputs.tensors, index_format("mxfp4"), 150, **inputs.named)
+    assert torch.equal(logits[scored], want[scored].float())

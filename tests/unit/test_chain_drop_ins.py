@@ -22,7 +22,7 @@ F32 = torch.float32
 
 def make(**changes):
     driver = FakeDriver(attributes_of=replace(GOOD, registers=60))
-    spec = load_spec({**SPEC, "index": {"heads": H, "dim": D}, **changes})
+    spec = load_spec({**SPEC, "index": {"heads": H, "dim": D, "forms": ["paged", "ragged"]}, **changes})
     return driver, Kernels(spec, open_driver=lambda: driver, read=fake_cubins)
 
 
@@ -68,6 +68,12 @@ SIGNATURES = {
     deep_gemm.fp8_fp4_paged_mqa_logits: "q kv_cache weights context_lens block_table schedule_meta max_context_len "
     "indices=None",
     deep_gemm.get_num_sms: "",
+    deep_gemm_legacy.fp8_mqa_logits: "q kv weights cu_seq_len_k_start cu_seq_len_k_end clean_logits=True "
+    "max_seqlen_k=0",
+    deep_gemm_legacy.fp8_fp4_mqa_logits: "q kv weights cu_seq_len_k_start cu_seq_len_k_end clean_logits=True "
+    "max_seqlen_k=0 logits_dtype=torch.float32",
+    deep_gemm.fp8_fp4_mqa_logits: "q kv weights cu_seq_len_k_start cu_seq_len_k_end max_seqlen_k schedule_meta=None",
+    deep_gemm.get_mqa_logits_metadata: "cu_seq_len_k_start cu_seq_len_k_end num_kv_tokens num_heads",
 }
 
 
@@ -291,23 +297,87 @@ def test_what_logits_cannot_honour_is_named(changes, message):
 def test_pairs_and_dtypes_are_refused_by_name():
     function = deep_gemm_legacy.fp8_fp4_paged_mqa_logits
     q = paged()["q"]
-    for bad, text in (
-        (q, "expected a pair"),
-        ((q, ints(B, N, H)), "with scales of its own"),
-        ((None, None), "expected a"),
-    ):
+    for bad, text in ((q, "expected a pair of codes and scales"), ((None, None), "expected a torch.Tensor")):
         with pytest.raises(GuardError, match=rf"^\[T-20\] fp8_fp4_paged_mqa_logits: q: {text}"):
             function(**paged(q=bad))
     with pytest.raises(GuardError, match=r"^\[T-20\] fp8_fp4_paged_mqa_logits: logits_dtype: torch.float16"):
         function(**paged(q=(q, None)), logits_dtype=torch.float16)
 
 
+def test_formats_follow_from_the_codes_and_scales_of_q():
+    found = {}
+    for keys in ("mxfp8", "mxfp4"):
+        _, kernels = make(index={"heads": H, "dim": D, "keys": keys})
+        INDEXERS.use(kernels)
+        found[keys] = kernels
+    scales = ints(B, N, H)
+    mx8 = paged(q=(paged()["q"], scales))
+    mx4 = paged(q=(torch.zeros(B, N, H, D // 2, dtype=torch.uint8), scales),
+                kv_cache=torch.zeros(5, 64, 1, D // 2 + 4, dtype=torch.uint8))  # fmt: skip
+    for keys, given in (("mxfp8", mx8), ("mxfp4", mx4)):
+        deep_gemm.fp8_fp4_paged_mqa_logits(**given)
+        assert block((found[keys]._driver, found[keys]))["q_scales"] == scales.data_ptr()
+    with pytest.raises(GuardError, match=r"^\[T-06\] q: shape \(3, 2, 8\)"):
+        deep_gemm.fp8_fp4_paged_mqa_logits(**{**mx4, "q": (mx4["q"][0], ints(B, N, 8))})
+
+
+def ragged(**changes):
+    given = {
+        "q": torch.zeros(ROWS, H, D, dtype=torch.float8_e4m3fn),
+        "kv": (torch.zeros(WIDTH, D, dtype=torch.float8_e4m3fn), torch.zeros(WIDTH)),
+        "weights": torch.zeros(ROWS, H),
+        "cu_seq_len_k_start": ints(ROWS),
+        "cu_seq_len_k_end": ints(ROWS),
+    }
+    return {**given, **changes}
+
+
+def test_ragged_logits_become_the_ops(served):
+    given = ragged()
+    logits = deep_gemm_legacy.fp8_mqa_logits(**given)
+    found = block(served)
+    assert (logits.shape, logits.dtype, logits.stride()) == ((ROWS, WIDTH), F32, (256, 1))
+    assert (found["scores"], found["starts"], found["fills"], found["compressed"]) == (
+        logits.data_ptr(), given["cu_seq_len_k_start"].data_ptr(), 1, 0
+    )  # fmt: skip
+    assert deep_gemm_legacy.fp8_mqa_logits(**given, max_seqlen_k=300, clean_logits=False).stride() == (512, 1)
+    assert (block(served)["fills"], block(served)["compressed"]) == (0, 1)
+    meta = deep_gemm.get_mqa_logits_metadata(given["cu_seq_len_k_start"], given["cu_seq_len_k_end"], WIDTH, H)
+    assert (meta.shape, meta.dtype) == ((133, 2), torch.int32)
+    pair = ragged(q=(given["q"], None))
+    assert deep_gemm.fp8_fp4_mqa_logits(**pair, max_seqlen_k=40, schedule_meta=meta).shape == (ROWS, 40)
+    assert deep_gemm_legacy.fp8_fp4_mqa_logits(**pair).shape == (ROWS, WIDTH)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q": torch.zeros(ROWS, D)}, ": q: 2 dims"),
+        ({"q": torch.zeros(ROWS, H, D)}, "[T-04] q: dtype float32"),
+        ({"kv": ints(4)}, ": kv: expected a pair of codes and scales"),
+        ({"kv": (ragged()["kv"][0], None)}, ": kv: expected a pair (keys, scales)"),
+        ({"kv": (ragged()["kv"][0], ints(WIDTH))}, "[T-04] kv: dtype int32"),
+        ({"kv": (ragged()["kv"][0][:, :32], torch.zeros(WIDTH))}, "[T-06] kv: shape"),
+        ({"weights": torch.zeros(ROWS, H).half()}, "[T-04] weights: dtype float16"),
+        ({"cu_seq_len_k_start": ints(ROWS).long()}, "[T-04] cu_seq_len_k_start: dtype int64"),
+        ({"cu_seq_len_k_end": ints(2)}, "[T-06] cu_seq_len_k_end: shape (2,)"),
+        ({"max_seqlen_k": -1}, ": max_seqlen_k: -1"),
+        ({"clean_logits": None}, "[T-12] clean_logits: expected True or False"),
+    ],
+)
+def test_what_ragged_logits_cannot_honour_is_named(changes, message):
+    with pytest.raises(GuardError) as caught:
+        deep_gemm_legacy.fp8_mqa_logits(**ragged(**changes))
+    assert str(caught.value).startswith(f"[T-20] fp8_mqa_logits{message}" if message[0] == ":" else message)
+    with pytest.raises(GuardError, match=r"^\[T-20\] fp8_fp4_mqa_logits: max_seqlen_k: 0"):
+        deep_gemm.fp8_fp4_mqa_logits(**ragged(q=(ragged()["q"], None)), max_seqlen_k=0)
+
+
 def test_what_is_not_built_says_so():
-    for module in (deep_gemm, deep_gemm_legacy):
-        for name in set(module.__all__) - {"use", "get_num_sms"}:
-            if "paged_mqa" not in name:
-                with pytest.raises(GuardError, match=rf"^\[T-20\] {name}: op: not built"):
-                    getattr(module, name)(1, 2, x=3)
+    for name in deep_gemm.__all__:
+        if "sparse" in name:
+            with pytest.raises(GuardError, match=rf"^\[T-20\] {name}: op: not built"):
+                getattr(deep_gemm, name)(1, 2, x=3)
 
 
 @pytest.mark.parametrize(
