@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from dsagen.runtime.api import Device
 
 STEP = "decode_step"
+# Shapes of calls that a plan remembers; a serving process has a handful.
+_MAX_SHAPES = 64
 # What a stage calls the tensors that a step has by other names.
 _INDEXER_NAMES = {"q": "index_q", "k_cache": "index_cache", "q_scales": "index_q_scales"}
 _TOPK_NAMES = {"page_table": "kv_block_table", "lengths": "context_lens"}
@@ -84,7 +86,7 @@ class StepOps(IndexerOps, TopkOps, DecodeOps):
             _require_reuse(plan, (*index, kv_block_table, index_q_scales))
             plan.claim(self._driver.current_stream(plan._ordinal))
         else:
-            page_size = _require_caches(plan, index, kv_block_table, q, selected)
+            page_size = _page_size(plan, index, kv_block_table, q, selected)
             plan.claim(self._driver.current_stream(plan._ordinal))
             self._select(plan, index, index_q_scales, kv_block_table, page_size)
         if self.spec.extra_kv is None:
@@ -322,6 +324,30 @@ def _require_reuse(plan: DecodeStepPlan, stray: tuple[torch.Tensor | None, ...])
     given = next((name for name, tensor in zip(names, stray, strict=True) if tensor is not None), None)
     if given is not None:
         raise GuardError(f"[T-22] {given}: given with reuse_ids, which selects nothing: leave either out")
+
+
+def _page_size(
+    plan: DecodeStepPlan,
+    index: tuple[torch.Tensor | None, ...],
+    kv_block_table: torch.Tensor | None,
+    q: torch.Tensor,
+    selected: torch.Tensor | None,
+) -> int:
+    """The page size of the cache that is selected from, after the checks, which shapes like some before have passed."""
+    index_q, index_cache, _, lens, table = index
+    try:
+        shapes = (
+            q.shape, selected.shape, index_q.shape, index_cache.shape, lens.shape, lens.stride(), table.shape,  # type: ignore[union-attr]
+            None if kv_block_table is None else kv_block_table.shape,
+        )  # fmt: skip
+    except AttributeError:
+        return _require_caches(plan, index, kv_block_table, q, selected)
+    found = plan.page_sizes.get(shapes)
+    if found is None:
+        if len(plan.page_sizes) >= _MAX_SHAPES:
+            plan.page_sizes.clear()
+        found = plan.page_sizes[shapes] = _require_caches(plan, index, kv_block_table, q, selected)
+    return found
 
 
 def _require_caches(

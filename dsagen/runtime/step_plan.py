@@ -107,6 +107,8 @@ class DecodeStepPlan:
         self.behind = torch.arange(shape.next_n - 1, -1, -1, dtype=torch.int32, device=self.device)
         self._set_constants()
         self.has_ids = False
+        # Page sizes by the shapes of calls whose stages fit each other: few, since caches and tables keep theirs.
+        self.page_sizes: dict[tuple[object, ...], int] = {}
         self._stream: int | None = None
         self._lock = threading.Lock()
 

@@ -238,9 +238,12 @@ REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
 def test_what_does_not_fit_is_named(changes, message):
     _, kernels = make()
     plan = kernels.plan_decode_step(BATCH, NEXT_N, WIDTH, k=K)
-    with pytest.raises(GuardError) as caught:
-        kernels.decode_step(**{**attention(), **index(), "plan": plan, **changes})
-    assert str(caught.value).startswith(message)
+    # At first, and behind calls that did.
+    for _ in range(2):
+        with pytest.raises(GuardError) as caught:
+            kernels.decode_step(**{**attention(), **index(), "plan": plan, **changes})
+        assert str(caught.value).startswith(message)
+        kernels.decode_step(**attention(), **index(), plan=plan)
 
 
 @pytest.mark.parametrize(
