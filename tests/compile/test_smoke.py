@@ -154,16 +154,15 @@ def test_every_kernel_of_topk_compiles_as_planned(arch: str, scores: str) -> Non
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_kernel_of_the_indexer_compiles_as_planned(arch: str) -> None:
-    """Each width of keys, one of them with scores of both dtypes; of other formats a width each, by turns."""
+    """Each width of keys, one of them with scores of both dtypes; of other formats and forms one each, by turns."""
     shapes = ((32, "fp32"), (64, "bf16"), (128, "fp32"), (128, "bf16"))
     plans = []
     for dim, scores in shapes:
         changes = {"archs": [arch], "scores": scores, "index": {"heads": 64, "dim": dim, "keys": "fp8"}}
         plans += expand(load_spec("v32_indexer_h128").replace(**changes)).plans()
     turn = list(ARCHS).index(arch)
-    for n, keys in enumerate(("mxfp8", "mxfp4")):
-        index = {"heads": 64, "dim": (128, 64, 32)[(turn + n) % 3], "keys": keys}
-        plans += expand(load_spec("v32_indexer_h128").replace(archs=[arch], index=index)).plans()
+    index = {"heads": 64, "dim": (128, 64, 32)[turn // 2 % 3], "keys": ("mxfp8", "mxfp4")[turn % 2]}
+    plans += expand(load_spec("v32_indexer_h128").replace(archs=[arch], index=index)).plans()
     # Of keys in one piece those of a format, by turns as well.
     ragged = {**index, "keys": list(INDEX_FORMATS)[turn % 3], "dim": 128, "forms": ["ragged"]}
     plans += expand(load_spec("v32_indexer_h128").replace(archs=[arch], index=ragged)).plans()

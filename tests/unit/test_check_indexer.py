@@ -107,7 +107,7 @@ def test_keys_of_other_widths(dim):
 @pytest.mark.parametrize("dim", [32, 128])
 @pytest.mark.parametrize("keys", ["mxfp8", "mxfp4"])
 def test_keys_with_scales_of_blocks(keys, dim):
-    cases = [case for case in cpu_cases() if "contents" in case.name or "page61" in case.name or "alone" in case.name]
+    cases = [case for case in cpu_cases() if "contents" in case.name or "page61.pad4" in case.name]
     cases = [case for case in cases if keys == "mxfp8" or case.contents is not Contents.NAN_KEYS]
     changes = {"index": {"heads": 8, "dim": dim, "keys": keys}}
     assert {r.status for r in results_of(cases, **changes)} == {"passed"}
