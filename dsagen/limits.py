@@ -119,4 +119,5 @@ CALL_RULES: Mapping[str, str] = {
     "T-22": "the stages of decode_step fit each other: sizes, pages of both caches, tables, lengths, what is reused, "
     "and the memory lent to its plan",
     "T-23": "scales of q are given exactly where the spec's index keys have scales of blocks",
+    "T-24": "a tensor map describes a tensor and a box as the hardware takes them",
 }

@@ -185,4 +185,4 @@ def _require_one_of(name: str, value: object, known: tuple[object, ...]) -> None
 
 
 def _refusal(name: str, value: object, why: str) -> GuardError:
-    return GuardError(f"[T-21] tensor map: {name} {value!r:.200}: {why}")
+    return GuardError(f"[T-24] tensor map: {name} {value!r:.200}: {why}")

@@ -234,15 +234,15 @@ def _run_caches(kernel: Kernel, attempt: Attempt) -> str:
     return "" if cache_rows.same_bytes(found, wanted) else "pool"
 
 
-# Rings that go round and units of several tokens; then copies of words, and blocks that find their spans far in.
+# Rings that go round, of the smallest keys too, and units of several tokens; then copies of words, and blocks that find their spans far in.
 _LOGITS_CASES = (
-    LogitsCase("mutants", 2, 3, 900, page_size=61, pad_bytes=12, lengths=Lengths.PER_REQUEST),
+    LogitsCase("mutants", 2, 3, 1500, page_size=61, pad_bytes=12, lengths=Lengths.PER_REQUEST),
     LogitsCase("mutants.words", 140, 1, 130, page_size=5, lengths=Lengths.BEYOND, fill=True),
 )
 
 
 _RAGGED_CASES = (
-    RaggedCase("mutants", 13, 900, windows=RaggedWindows.PROMPTS, key_gap=16),
+    RaggedCase("mutants", 13, 2600, windows=RaggedWindows.PROMPTS, key_gap=16),
     RaggedCase("mutants.words", 140, 130, 90, windows=RaggedWindows.BEYOND, fill=True, key_gap=4, heads=128),
 )
 

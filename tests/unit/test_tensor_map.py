@@ -39,7 +39,7 @@ GOOD = TensorMap("bfloat16", 1 << 20, (100, 60, 7), (256, 1 << 14), (64, 8, 2), 
     ({"fill": "nan", "element": "uint16"}, "fill 'nan': elements are uint16, expected a floating-point type"),
 ])  # fmt: skip
 def test_what_a_driver_refuses(change: dict[str, Any], said: str) -> None:
-    with pytest.raises(GuardError, match=rf"^\[T-21\] tensor map: {said}"):
+    with pytest.raises(GuardError, match=rf"^\[T-24\] tensor map: {said}"):
         replace(GOOD, **change)
 
 
