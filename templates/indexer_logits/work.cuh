@@ -3,6 +3,7 @@
 #include "prims/ptx/bits.cuh"
 #include "prims/ptx/global.cuh"
 #include "prims/ptx/memory.cuh"
+#include "prims/ptx/reduce.cuh"
 #include "prims/ptx/thread.cuh"
 #include "prims/tile/scan.cuh"
 #include "prims/types.cuh"
@@ -96,14 +97,22 @@ struct Unit {
 };
 
 // The block's span of the tiles of all units, a unit at a time: `tiles` of `unit` from `first_tile`, 0 at the end. All
-// threads hold the same.
-template <class C, class S, class Params, class Units = Unit>
+// threads hold the same. Tiles have C::kTileKeys keys, or half as many so often that each block has one, down to kLeastKeys.
+template <class C, class S, class Params, class Units = Unit, u32 kLeastKeys = C::kTileKeys>
 struct Span {
   static constexpr u32 kThreads = 32 * C::kWarps;
-  u32 unit, first_tile, tiles;
+  static constexpr bool kVaries = kLeastKeys != C::kTileKeys;
+  u32 unit, first_tile, tiles, tile_keys = C::kTileKeys;
 
   DSA_DEVICE Span(const Params& params, S& shared) : p(params), units(Units::units(params)) {
-    const u32 thread = static_cast<u32>(ptx::thread_index()), own = tiles_of(thread);
+    const u32 thread = static_cast<u32>(ptx::thread_index());
+    if constexpr (kVaries) {
+      if (units <= 32) {
+        find_in_warp(thread % 32);
+        return;
+      }
+    }
+    const u32 own = tiles_of(thread);
     u32 mine = own, total;
     for (u32 u = thread + kThreads; u < units; u += kThreads) mine += tiles_of(u);
     const u32 sums = ptx::shared_address(&shared.warp_sums[0][0]), found = ptx::shared_address(&shared.found[0]);
@@ -150,6 +159,22 @@ struct Span {
   }
 
  private:
+  // Where tiles vary and a warp has a lane for each unit it finds the span by itself: calls of few requests have no time for barriers.
+  DSA_DEVICE void find_in_warp(u32 lane) {
+    tile_keys = kLeastKeys;
+    for (u32 all = ptx::warp_sum(tiles_of(lane)); tile_keys < C::kTileKeys && all > p.blocks; all /= 2) tile_keys *= 2;
+    const u32 own = tiles_of(lane), sum = tile::warp_inclusive_sum(own, static_cast<int>(lane)), start = sum - own;
+    const u64 total = ptx::shuffle(sum, 31), block = ptx::block_index();
+    const u32 begin = static_cast<u32>(total * block / p.blocks), end = static_cast<u32>(total * (block + 1) / p.blocks);
+    left = end - begin;
+    first_tile = tiles = 0;
+    unit = ptx::highest_bit(ptx::ballot(start <= begin && begin - start < own));
+    if (unit >= units) left = 0;
+    if (left == 0) return;
+    first_tile = begin - ptx::shuffle(start, static_cast<int>(unit));
+    take();
+  }
+
   const Params& p;
   const u32 units;
   u32 left;  // tiles of the block that are not done
@@ -160,7 +185,9 @@ struct Span {
   }
 
   DSA_DEVICE u32 tiles_of(u32 u) const {
-    return u < units ? (Units(p, u).keys(p) + C::kTileKeys - 1) / C::kTileKeys : 0;
+    const u32 keys = u < units ? Units(p, u).keys(p) : 0;
+    if constexpr (kVaries) return (keys + tile_keys - 1) >> ptx::highest_bit(tile_keys);
+    return (keys + C::kTileKeys - 1) / C::kTileKeys;
   }
 };
 
