@@ -26,7 +26,7 @@ PREFIX = "DSAGEN_"
 MOST_HOST_THREADS = 1024
 LOG_LEVELS = ("quiet", "error", "warning", "info", "debug")
 LAUNCHERS = ("auto", "c", "python")
-SPARSE_DECODE_BODIES = ("mma_sync", "hopper")
+BODIES = ("mma_sync", "hopper")
 # As the value of DSAGEN_CHOICE_TABLE: no table at all.
 NO_TABLE = "none"
 
@@ -298,11 +298,11 @@ LAUNCHER: Knob[str] = Knob(
 )
 SPARSE_DECODE_BODY: Knob[str | None] = Knob(
     "DSAGEN_SPARSE_DECODE_BODY",
-    "|".join(SPARSE_DECODE_BODIES),
+    "|".join(BODIES),
     None,
     "Body of sparse_decode's main kernels, whatever choice tables say: 'hopper' where it is built (sm_90a, up to 32 "
     "heads in a CTA), 'mma_sync' elsewhere. Default: what a table names, else 'mma_sync'.",
-    partial(_parse_choice, choices=SPARSE_DECODE_BODIES),
+    partial(_parse_choice, choices=BODIES),
 )
 SPARSE_DECODE_LAUNCHES: Knob[int | None] = Knob(
     "DSAGEN_SPARSE_DECODE_LAUNCHES",
@@ -318,6 +318,13 @@ CHOICE_TABLE: Knob[str | None] = Knob(
     None,
     "The only choice table to read, such as `dsagen tune` writes, or 'none'. Default: the store's, then shipped ones.",
     _parse_table,
+)
+INDEXER_LOGITS_BODY: Knob[str] = Knob(
+    "DSAGEN_INDEXER_LOGITS_BODY",
+    "|".join(BODIES),
+    "mma_sync",
+    "Body of indexer_logits: 'hopper' where it is built (sm_90a, fp8 keys), not measured and with short sums.",
+    partial(_parse_choice, choices=BODIES),
 )
 DEBUG_SYNC: Knob[bool] = Knob(
     "DSAGEN_DEBUG_SYNC",
@@ -377,30 +384,8 @@ EMULATOR_MOST_CTAS: Knob[int] = Knob(
     _parse_count,
 )
 
-_KNOBS: tuple[Knob[Any], ...] = (
-    CACHE_DIR,
-    ARCH_LIST,
-    NO_JIT,
-    MAX_JOBS,
-    JOB_MEM_GB,
-    NVCC,
-    EXTRA_NVCC_FLAGS,
-    COMPILER_LAUNCHER,
-    LOG,
-    LOG_DEST,
-    LAUNCHER,
-    SPARSE_DECODE_BODY,
-    SPARSE_DECODE_LAUNCHES,
-    CHOICE_TABLE,
-    DEBUG_SYNC,
-    CHECK_INDICES,
-    POISON_WORKSPACE,
-    PEER_SITE,
-    EMULATOR_SEED,
-    EMULATOR_RACES,
-    EMULATOR_THREADS,
-    EMULATOR_MOST_CTAS,
-)
+# All of this module, in their order.
+_KNOBS: tuple[Knob[Any], ...] = tuple(value for value in tuple(globals().values()) if isinstance(value, Knob))
 
 # Variables of other tools that dsagen reads as they are, and why. The NVCC and CPATH ones change what nvcc emits.
 FOREIGN_VARIABLES: Mapping[str, str] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import product
 from typing import ClassVar
@@ -56,7 +56,8 @@ class Probe(StrEnum):
 class LogitsCase:
     """One call. `heads` None: the spec's own. `pad_bytes` lie behind each page.
 
-    `strided` gives every tensor gaps, `wild` adds table entries that name no page.
+    `strided` gives every tensor gaps, `wild` adds table entries that name no page. `short_sums`: the kernel's products
+    keep 13 bits of their sums, as those of e4m3 codes do.
     """
 
     op: ClassVar[str] = "indexer_logits"
@@ -75,6 +76,7 @@ class LogitsCase:
     strided: bool = False
     wild: bool = False
     probe: Probe = Probe.PLAIN
+    short_sums: bool = False
 
     @property
     def rows(self) -> int:
@@ -82,12 +84,14 @@ class LogitsCase:
         return self.batch * self.next_n
 
 
-def logits_cases(tier: Tier, keeps_nan: bool) -> tuple[LogitsCase, ...]:
-    """The cases of a tier; names begin with `logits.`. `keeps_nan`: NaN codes are NaN to the kernel."""
+def logits_cases(tier: Tier, keeps_nan: bool, short_sums: bool = False) -> tuple[LogitsCase, ...]:
+    """The cases of a tier; names begin with `logits.`. `keeps_nan`: NaN codes are NaN to the kernel;
+    `short_sums` as of a case.
+    """
     cases = [*contents_cases(keeps_nan), *window_cases(), *place_cases(), *shape_cases(), *probe_cases()]
     if tier == "full":
         cases += large_cases()
-    return tuple(cases)
+    return tuple(replace(case, short_sums=short_sums) for case in cases)
 
 
 def contents_cases(keeps_nan: bool) -> Iterator[LogitsCase]:

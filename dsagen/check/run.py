@@ -42,6 +42,7 @@ from dsagen.dtype import E4M3, UE4M3
 from dsagen.emulator import DEVICE as EMULATOR
 from dsagen.emulator import library as machine
 from dsagen.errors import DeviceError, DsagenError, EmulatorLimitError, KnobError, SpecError
+from dsagen.families.indexer_logits.hopper import sums_e4m3
 from dsagen.index_format import index_format
 from dsagen.matrix import expand
 from dsagen.plan import KernelPlan
@@ -311,6 +312,7 @@ def cases_of(spec: DeploymentSpec, arch: str, tier: Tier, only: str | None = Non
     matrix = expand(spec, (arch,))
     matrix.require_complete()
     cases: tuple[Case, ...] = ()
+    short_sums = any(plan.variant.family == LogitsCase.op and sums_e4m3(plan) for plan in matrix.plans())
     for op in spec.ops:
         if op == TopkCase.op:
             cases += topk_cases(tier, offered_modes(Kernels.topk))
@@ -320,7 +322,7 @@ def cases_of(spec: DeploymentSpec, arch: str, tier: Tier, only: str | None = Non
             # Without a conversion instruction e4m3 codes are shifted into place, and code 0x7F reads as 480.
             assert spec.index is not None, "a spec with the op has an index"
             keeps_nan = index_format(spec.index.keys).values is E4M3 and arch_row(arch).has_e4m3_cvt
-            cases += logits_cases(tier, keeps_nan) if "paged" in spec.index.forms else ()
+            cases += logits_cases(tier, keeps_nan, short_sums) if "paged" in spec.index.forms else ()
             cases += ragged_cases(tier, keeps_nan) if "ragged" in spec.index.forms else ()
         elif op == IndexCacheCase.op:
             cases += index_cases(tier)
@@ -328,7 +330,7 @@ def cases_of(spec: DeploymentSpec, arch: str, tier: Tier, only: str | None = Non
             cases += _decode_cases(spec, main_plan(matrix.plans()), arch, tier)
     # The chain of them; its cases are evidence for no kernel, since each has those of its op.
     steps = set(STEP_OPS) <= set(spec.ops) and spec.index is not None and "paged" in spec.index.forms
-    cases += step_cases(tier) if steps else ()
+    cases += step_cases(tier, short_sums) if steps else ()
     if only is None:
         return cases
     chosen = tuple(case for case in cases if fnmatch.fnmatchcase(case.name, only))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import product
 from typing import ClassVar
@@ -31,7 +31,7 @@ class StepCase:
     """One step. With INTEGER contents scores are exact, and only what a sort of them selects is no NaN in the KV cache.
 
     `kv_page_size` None: both caches have the same pages. `layers` past the first reuse its ids. `k` is at most what the
-    spec has columns for, which a check raises as far as it takes.
+    spec has columns for, which a check raises as far as it takes. `short_sums` as of the indexer's cases.
     """
 
     op: ClassVar[str] = "decode_step"
@@ -49,6 +49,7 @@ class StepCase:
     num_splits: int | None = None
     layers: int = 1
     probe: Probe = Probe.PLAIN
+    short_sums: bool = False
 
     @property
     def rows(self) -> int:
@@ -56,12 +57,12 @@ class StepCase:
         return self.batch * self.next_n
 
 
-def step_cases(tier: Tier) -> tuple[StepCase, ...]:
+def step_cases(tier: Tier, short_sums: bool = False) -> tuple[StepCase, ...]:
     """The cases of a tier; names begin with `step.`."""
     cases = [*_length_cases(), *_page_cases(), *_shape_cases(), *_probe_cases()]
     if tier == "full":
         cases += _large_cases()
-    return tuple(cases)
+    return tuple(replace(case, short_sums=short_sums) for case in cases)
 
 
 def _length_cases() -> Iterator[StepCase]:

@@ -11,6 +11,8 @@ from dsagen.arch import ARCHS
 from dsagen.build import Store, Toolchain, build_units, find_toolchain
 from dsagen.emulator import coverage
 from dsagen.errors import BuildError
+from dsagen.families.indexer_logits import hopper as indexer_hopper
+from dsagen.families.indexer_logits.geometry import DIMS
 from dsagen.families.kv_cache import family as kv_cache
 from dsagen.families.kv_cache.family import cache_axes
 from dsagen.families.kv_cache.geometry import ROW_TYPES
@@ -167,6 +169,19 @@ def test_every_kernel_of_the_indexer_compiles_as_planned(arch: str) -> None:
     ragged = {**index, "keys": list(INDEX_FORMATS)[turn % 3], "dim": 128, "forms": ["ragged"]}
     plans += expand(load_spec("v32_indexer_h128").replace(archs=[arch], index=ragged)).plans()
     require_as_planned(tuple(plans), arch)
+
+
+def test_the_indexer_s_hopper_body_compiles_as_planned(request: pytest.FixtureRequest) -> None:
+    """Each width of keys with head counts in turn; --all-mutants takes all, with scores of both dtypes."""
+    shapes = [(128, 64, "fp32"), (128, 128, "bf16"), (64, 88, "fp32"), (32, 8, "bf16")]
+    if request.config.getoption("--all-mutants"):
+        shapes = [(dim, heads, scores) for dim in DIMS for heads in range(8, 129, 8) for scores in ("fp32", "bf16")]
+    plans = []
+    for dim, heads, scores in shapes:
+        smem = ARCHS["sm_90a"].smem_class
+        axes = (("keys", "fp8"), ("dim", dim), ("heads", heads), ("score", scores), ("smem", smem))
+        plans.append(indexer_hopper.plan_hopper(Variant("indexer_logits", "main", "hopper", "sm_90a", axes)))
+    require_as_planned(tuple(plans), "sm_90a")
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -17,8 +17,10 @@ from dsagen.check.probes import WrongResultError
 from dsagen.check.ragged_cases import RaggedCase
 from dsagen.check.ragged_run import RaggedRun
 from dsagen.emulator import Memory
+from dsagen.families.indexer_logits import FAMILY, hopper
 from dsagen.families.indexer_logits.op import partition_of, ragged_partition
 from dsagen.matrix import expand
+from dsagen.plan import Variant
 from dsagen.runtime.emulated import EmulatorDriver
 from dsagen.runtime.indexer import FORM, LogitsTensors, bind, out_arguments
 from dsagen.runtime.indexer_ragged import FORM as RAGGED_FORM
@@ -47,6 +49,15 @@ def compiled(spec: DeploymentSpec) -> Kernel:
 def ragged_spec(arch: str, heads: int = 16, dim: int = 128, scores: str = "fp32", keys: str = "fp8") -> DeploymentSpec:
     index = {"heads": heads, "dim": dim, "keys": keys, "forms": ["ragged"]}
     return spec_of(arch).replace(index=index, scores=scores)
+
+
+@cache
+def hopper_kernel(heads: int, dim: int = 128, scores: str = "fp32") -> Kernel:
+    """The kernel of the hopper body, which no spec asks for by itself."""
+    arch = arch_row("sm_90a")
+    axes = (("keys", "fp8"), ("dim", dim), ("heads", heads), ("score", scores), ("smem", arch.smem_class))
+    plan = FAMILY.plan(Variant(FAMILY.name, "main", hopper.BODY, arch.name, axes))
+    return Kernel(plan, ptx_of(plan))
 
 
 @dataclass(frozen=True)
@@ -100,6 +111,14 @@ class EmulatedIndexer:
             page = page[: pool[number].numel()]
             memory.add(f"page {number}", page, writable=False, address=base + number * self.page_stride_bytes)
         return {"k_cache": base, "page_stride_bytes": self.page_stride_bytes}
+
+
+def scores_of(case: LogitsCase, indexer: EmulatedIndexer) -> torch.Tensor:
+    """What a call of the case gives, bits of it, and what it leaves in place."""
+    run = LogitsRun(case, lambda _: indexer, torch.device("cpu"), 7)
+    outputs = run.outputs(indexer)
+    run.call(indexer, run.inputs(indexer), outputs.view)
+    return outputs.view.contiguous().view(torch.int32)
 
 
 @dataclass(frozen=True)

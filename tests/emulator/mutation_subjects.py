@@ -31,6 +31,7 @@ from dsagen.check.kv_cases import Contents
 from dsagen.check.ragged_cases import RaggedCase
 from dsagen.check.ragged_cases import Windows as RaggedWindows
 from dsagen.errors import EmulatorError
+from dsagen.families.indexer_logits import hopper as logits_hopper
 from dsagen.families.kv_cache.reference import convert_reference, read_reference, write_reference
 from dsagen.families.sparse_decode import family as decode_family
 from dsagen.families.sparse_decode import hopper
@@ -45,8 +46,9 @@ ARCHS = ("sm_90a", "sm_80")
 _SIZES = ("n", "smem", "threads")
 
 
-# What the hopper body of sparse decode, which no spec asks for by itself, is tried on.
+# What the hopper body of sparse decode, which no spec asks for by itself, is tried on; and heads of the indexer's.
 _WARPGROUP_ROWS = (("v32", None), ("v41_interleaved", "v41_fp4_interleaved"))
+_LOGITS_HEADS = 16
 
 
 @dataclass(frozen=True)
@@ -93,12 +95,18 @@ def variants() -> dict[str, Variant]:
 def _shows_warpgroups(variant: Variant) -> bool:
     """Whether this is a main kernel whose like with warpgroup products is tried, too: one and two formats of rows."""
     axes = dict(variant.axes)
+    if variant.family == LogitsCase.op:
+        return variant.kernel == "main" and logits_hopper.takes(str(axes["keys"]), arch_row(variant.arch))
     pair = (axes.get("kv"), axes.get("xkv"))
     return variant.body == decode_family.BODY and variant.arch == "sm_90a" and pair in _WARPGROUP_ROWS
 
 
 def _with_warpgroups(variant: Variant) -> Variant:
-    return replace(variant, body=hopper.BODY)
+    axes = variant.axes
+    if variant.family == LogitsCase.op:
+        place = [name for name, _ in axes].index("score")
+        axes = (*axes[:place], ("heads", _LOGITS_HEADS), *axes[place:])
+    return replace(variant, body=hopper.BODY, axes=axes)
 
 
 def _sizes(variant: Variant) -> list[int]:
@@ -234,10 +242,13 @@ def _run_caches(kernel: Kernel, attempt: Attempt) -> str:
     return "" if cache_rows.same_bytes(found, wanted) else "pool"
 
 
-# Rings that go round, of the smallest keys too, and units of several tokens; then copies of words, and blocks that find their spans far in.
+# Rings that go round, of the smallest keys too, and units of several tokens; then copies of words, and blocks that
+# find their spans far in.
 _LOGITS_CASES = (
     LogitsCase("mutants", 2, 3, 1500, page_size=61, pad_bytes=12, lengths=Lengths.PER_REQUEST),
     LogitsCase("mutants.words", 140, 1, 130, page_size=5, lengths=Lengths.BEYOND, fill=True),
+    # A tile of few keys for each of three blocks.
+    LogitsCase("mutants.few", 1, 3, 90, page_size=8, lengths=Lengths.WHOLE),
 )
 
 
@@ -249,13 +260,15 @@ _RAGGED_CASES = (
 
 def _run_logits(kernel: Kernel, attempt: Attempt) -> str:
     variant = kernel.plan.variant
-    axes = variant.arch, 16, variant.axis_int("dim"), str(variant.axis("score")), str(variant.axis("keys"))
+    axes = variant.arch, _LOGITS_HEADS, variant.axis_int("dim"), str(variant.axis("score")), str(variant.axis("keys"))
     if variant.kernel == "ragged":
         case = _RAGGED_CASES[attempt.seed % 2]
         spec = indexer.ragged_spec(variant.arch, case.heads or 16, *axes[2:])
         return indexer.ragged_problem(case, indexer.EmulatedRagged(spec, kernel, attempt.seed, attempt.schedule))
     subject = indexer.EmulatedIndexer(indexer.spec_of(*axes), kernel, attempt.seed, attempt.schedule)
-    return indexer.problem(_LOGITS_CASES[attempt.seed % 2], subject)
+    # Only the hopper body makes small tiles.
+    cases = _LOGITS_CASES if variant.body == logits_hopper.BODY else _LOGITS_CASES[:2]
+    return indexer.problem(cases[attempt.seed % len(cases)], subject)
 
 
 _INDEX_CASES = (

@@ -201,7 +201,7 @@ def test_exponential_and_logarithm() -> None:
 
 # What warpgroups do together is run by the emulator only: a body of these products has no fragments to model.
 # Nor does it run CTAs that wait for each other.
-ON_THE_EMULATOR = ("grid_sync.cuh", "store_matrix.cuh", "wgmma.cuh")
+ON_THE_EMULATOR = ("grid_sync.cuh", "store_matrix.cuh", "wgmma.cuh", "wgmma_e4m3.cuh")
 
 
 def test_every_prim_has_a_model() -> None:
@@ -214,6 +214,17 @@ def test_every_prim_has_a_model() -> None:
         assert model.is_file(), f"{header.name} has no model"
         missing = set(name.findall(header.read_text())) - set(name.findall(model.read_text()))
         assert not missing, f"{header.name}: no model of {sorted(missing)}"
+
+
+def test_pairs_and_opaque_values() -> None:
+    body = """
+      ptx::store_shared_8(ptx::opaque(tile) + 8 * t, u64{1} * t << 32 | (t + 100));
+      u32 low, high;
+      ptx::load_shared_8(low, high, tile + 8 * t);
+      out[t] = static_cast<float>(low), out[64 + t] = static_cast<float>(high);
+    """
+    out, _ = run(body, prelude='#include "prims/ptx/load_pair.cuh"\n#include "prims/ptx/opaque.cuh"')
+    assert (out[:64] == np.arange(100, 164)).all() and (out[64:128] == np.arange(64)).all()
 
 
 def test_additions_need_no_order_among_each_other() -> None:

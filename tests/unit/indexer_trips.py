@@ -50,6 +50,27 @@ INDEXER_TRIPS = {
         {"stages": 1},
         {},
     ),
+    "IL-40": (
+        {"heads": 136},
+        "[IL-40] 136 heads: products of a warpgroup have 8 to 128 columns in steps of 8",
+        "(8 <= heads && heads <= 128 && (heads % 8) == 0)",
+        {"heads": 128},
+        {},
+    ),
+    "IL-41": (
+        {"threads": 192},
+        "[IL-41] block of 192 threads: whole warpgroups of 128 are needed",
+        "(threads % 128) == 0",
+        {"threads": 128},
+        {},
+    ),
+    "IL-42": (
+        {"query_rows": 72, "tokens": 1, "token_rows": 80},
+        "[IL-42] image of 72 rows: at least a token must fit, 1 of 80 rows are to",
+        "(1 <= tokens && (tokens * token_rows) <= query_rows)",
+        {"query_rows": 80},
+        {},
+    ),
     "IL-05": (
         {"batch": 2, "next_n": 9},
         "[IL-05] q: 2 requests of 9 tokens: 1..8 tokens a request, at most 2147483647 in all",

@@ -59,6 +59,8 @@ class ModelIndexer:
         scores, scored = logits_reference(*given, record, width, q_scales=q_scales, unscored_up_to=skipped)
         if self.defect == "takes NaN for zero":
             scores = scores.nan_to_num(0.0, torch.inf, -torch.inf)
+        if self.defect == "keeps 8 bits":
+            scores = scores.float().view(torch.int32).bitwise_and(-(1 << 16)).view(torch.float32).double()
         if self.defect == "keeps few bits":
             scores = scores.float().view(torch.int32).bitwise_and(-(1 << 10)).view(torch.float32).double()
         if self.defect == "differs among others" and batch > 1:
@@ -145,6 +147,7 @@ PADDED = LogitsCase("logits.x", pad_bytes=64)
         ("takes NaN for zero", LogitsCase("logits.x", contents=Contents.NAN_KEYS), "scores: scores["),
         ("keeps few bits", LogitsCase("logits.x", contents=Contents.NORMAL), "scores: scores["),
         ("keeps few bits", LogitsCase("logits.x", contents=Contents.LARGE), "scores: scores["),
+        ("keeps 8 bits", LogitsCase("logits.x", contents=Contents.NORMAL, short_sums=True), "scores: scores["),
         ("differs among others", LogitsCase("logits.x", contents=Contents.NORMAL, probe=Probe.ALONE), "request 0 by"),
         ("differs each time", LogitsCase("logits.x", contents=Contents.NORMAL, probe=Probe.REPEATED), "run 2: scores["),
         ("gives pages that there are not zeros", LogitsCase("logits.x", page_size=5, wild=True), "scores: scores["),
@@ -159,6 +162,12 @@ def test_a_wrong_implementation_fails(defect, case, problem):
     assert right.status == "passed", right.problem
     (result,) = results_of([case], defect)
     assert result.status == "failed" and result.problem.startswith(problem), result.problem
+
+
+@pytest.mark.parametrize("contents", [Contents.NORMAL, Contents.LARGE])
+def test_short_sums_may_have_13_bits_where_they_are_declared(contents):
+    case = LogitsCase("logits.x", contents=contents, short_sums=True)
+    assert [r.problem for r in results_of([case], "keeps few bits")] == [""]
 
 
 def test_graphs_do_not_run_without_a_device_and_replay_other_contents():

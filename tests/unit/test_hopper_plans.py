@@ -29,7 +29,7 @@ def body_of(spec: str, arch_name: str = "sm_90a") -> str:
 
 
 def test_the_knob_has_the_family_s_bodies():
-    assert (family.BODY, hopper.BODY) == knobs.SPARSE_DECODE_BODIES == tuple(family._BODIES)
+    assert (family.BODY, hopper.BODY) == knobs.BODIES == tuple(family._BODIES)
 
 
 def test_without_the_knob_nothing_changes():

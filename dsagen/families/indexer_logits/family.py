@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dsagen import knobs
 from dsagen.arch import Arch
 from dsagen.arch import arch as arch_row
+from dsagen.families.indexer_logits import hopper
 from dsagen.families.indexer_logits.geometry import (
     CODES_CPP,
     MOST_HEADS,
@@ -15,8 +17,8 @@ from dsagen.families.indexer_logits.geometry import (
     preferred_geometry,
     smem_fields,
 )
-from dsagen.families.indexer_logits.guards import LAUNCH_GUARDS, PLAN_GUARDS
-from dsagen.families.indexer_logits.op import RAGGED, ROLES
+from dsagen.families.indexer_logits.guards import LAUNCH_GUARDS, PLAN_GUARDS, WARPGROUP_GUARDS
+from dsagen.families.indexer_logits.op import PAGED, RAGGED, ROLES
 from dsagen.families.indexer_logits.params import params_of
 from dsagen.family import Cell
 from dsagen.guard import Guard, check
@@ -24,7 +26,7 @@ from dsagen.index_format import index_format
 from dsagen.plan import KernelPlan, TypeAlias, Variant, checked, lay_out_params
 
 if TYPE_CHECKING:
-    from dsagen.spec import DeploymentSpec
+    from dsagen.spec import DeploymentSpec, IndexSpec
 
 NAME = "indexer_logits"
 BODY = "mma_sync"
@@ -40,34 +42,48 @@ _C_NAMES = {
 
 
 class IndexerLogits:
-    """Logits of the indexer over keys in pages or in one piece, portable body."""
+    """Logits of the indexer over keys in pages or in one piece."""
 
     name = NAME
     ops: tuple[str, ...] = ("indexer_logits",)
-    guards: tuple[Guard, ...] = PLAN_GUARDS + LAUNCH_GUARDS
+    guards: tuple[Guard, ...] = PLAN_GUARDS + WARPGROUP_GUARDS + LAUNCH_GUARDS
 
     def expand(self, spec: DeploymentSpec, arch: Arch) -> tuple[Cell, ...]:
-        """A kernel for each form that the spec has keys in, for any number of heads and tokens."""
+        """A kernel for each form that the spec has keys in, for any number of tokens."""
         assert spec.index is not None and spec.scores is not None, "a spec with the op has an index and a score dtype"
-        axes: tuple[tuple[str, str | int], ...] = (
-            ("keys", spec.index.keys),  # how codes become operands
-            ("dim", spec.index.dim),  # steps of a product, registers, shared memory
-            ("score", spec.scores),  # the conversion and the width of a store
-            ("smem", arch.smem_class),  # shared memory: stages of the ring, blocks on an SM
-        )
         roles = [ROLES[form] for form in spec.index.forms]
-        return tuple(Cell(NAME, role, arch.name, Variant(NAME, role, BODY, arch.name, axes)) for role in roles)
+        return tuple(Cell(NAME, role, arch.name, _variant(spec.index, spec.scores, role, arch)) for role in roles)
 
     def plan(self, variant: Variant) -> KernelPlan:
         """The plan of a variant; GuardError names the limit that it breaks."""
-        return plan_main(variant)
+        return hopper.plan_hopper(variant) if variant.body == hopper.BODY else plan_main(variant)
 
 
 FAMILY = IndexerLogits()
 
 
+def body_of(keys: str, role: str, arch: Arch) -> str:
+    """The body that DSAGEN_INDEXER_LOGITS_BODY asks for, where it reads these keys in pages; else `mma_sync`."""
+    wanted = knobs.INDEXER_LOGITS_BODY.get()
+    return hopper.BODY if wanted == hopper.BODY and role == PAGED and hopper.takes(keys, arch) else BODY
+
+
+def _variant(index: IndexSpec, scores: str, role: str, arch: Arch) -> Variant:
+    body = body_of(index.keys, role, arch)
+    # Columns of a product; to the portable body they are a loop.
+    heads: tuple[tuple[str, str | int], ...] = (("heads", index.heads),) if body == hopper.BODY else ()
+    axes: tuple[tuple[str, str | int], ...] = (
+        ("keys", index.keys),  # how codes become operands
+        ("dim", index.dim),  # steps of a product, registers, shared memory
+        *heads,
+        ("score", scores),  # the conversion and the width of a store
+        ("smem", arch.smem_class),  # shared memory: stages of the ring, blocks on an SM
+    )
+    return Variant(NAME, role, body, arch.name, axes)
+
+
 def plan_main(variant: Variant, geometry: Geometry | None = None) -> KernelPlan:
-    """The kernel's plan; `geometry` overrides the preferred one (for tests and for measuring others)."""
+    """The portable kernel's plan; `geometry` overrides the preferred one (for tests and for measuring others)."""
     arch, record = arch_row(variant.arch), index_format(str(variant.axis("keys")))
     g = geometry or preferred_geometry(variant.axis_int("dim"), arch, record)
     ragged = variant.kernel == RAGGED

@@ -45,6 +45,33 @@ PLAN_GUARDS: tuple[Guard, ...] = (
     ),
 )
 
+# Of the hopper body.
+WARPGROUP_GUARDS: tuple[Guard, ...] = (
+    Guard(
+        "IL-40",
+        "plan",
+        "8 <= heads and heads <= 128 and heads % 8 == 0",
+        "{heads} heads: products of a warpgroup have 8 to 128 columns in steps of 8",
+    ),
+    Guard(
+        "IL-41",
+        "plan",
+        "threads % 128 == 0",
+        "block of {threads} threads: whole warpgroups of 128 are needed",
+    ),
+    Guard(
+        "IL-42",
+        "plan",
+        "1 <= tokens and tokens * token_rows <= query_rows",
+        "image of {query_rows} rows: at least a token must fit, {tokens} of {token_rows} rows are to",
+    ),
+)
+_SHARED_WITH_HOPPER = ("K-01", "K-02", "IL-02", "IL-04")
+HOPPER_PLAN_GUARDS: tuple[Guard, ...] = (
+    *(guard for guard in PLAN_GUARDS if guard.guard_id in _SHARED_WITH_HOPPER),
+    *WARPGROUP_GUARDS,
+)
+
 TOKENS_GUARD = Guard(
     "IL-05",
     "launch",

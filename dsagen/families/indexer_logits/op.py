@@ -17,6 +17,7 @@ from dsagen.families.indexer_logits.guards import (
     TOKENS_GUARD,
     WIDTH_GUARD,
 )
+from dsagen.families.indexer_logits.hopper import WARP_KEYS, sums_e4m3
 from dsagen.guard import Guard
 from dsagen.index_format import index_format
 from dsagen.plan import KernelPlan
@@ -68,8 +69,14 @@ def partition_of(plan: KernelPlan, shape: LogitsShape, sm_count: int) -> Partiti
     """The partition of a call. It depends on no length: blocks find their tiles on the device."""
     unit_tokens = max(1, min(shape.next_n, plan.constant("kQueryRows") // shape.heads))
     unit_count = -(-shape.next_n // unit_tokens)
-    tiles = shape.batch * unit_count * -(-shape.width // plan.constant("kTileKeys"))
-    return Partition(unit_tokens, unit_count, tiles, max(1, min(tiles, sm_count * plan.min_blocks_per_sm)))
+    tiles, most_tiles = (shape.batch * unit_count * -(-shape.width // size) for size in tile_sizes(plan))
+    return Partition(unit_tokens, unit_count, tiles, max(1, min(most_tiles, sm_count * plan.min_blocks_per_sm)))
+
+
+def tile_sizes(plan: KernelPlan) -> tuple[int, int]:
+    """Keys of a tile, and of one of a call that has so few keys that the device makes smaller ones."""
+    keys = plan.constant("kTileKeys")
+    return keys, int(dict(plan.constants).get("kLeastTileKeys", keys))
 
 
 def ragged_partition(plan: KernelPlan, shape: RaggedShape, sm_count: int) -> Partition:
@@ -97,7 +104,8 @@ def size_values(plan: KernelPlan, shape: LogitsShape, sm_count: int) -> dict[str
 def floor_seconds(plan: KernelPlan, shape: LogitsShape, arch: Arch) -> float | None:
     """The larger of matrix and memory time with all keys in their windows; None for an arch without measured device.
 
-    A key is read once a request and a score written once a token, at the read rate; products run at the bf16 rate.
+    A key is read once a request and a score written once a token, at the read rate; products run at the bf16 rate, and
+    those of e4m3 operands at twice that.
     """
     figures = next(iter(arch.figures), None)
     if figures is None:
@@ -108,7 +116,7 @@ def floor_seconds(plan: KernelPlan, shape: LogitsShape, arch: Arch) -> float | N
     scores_bytes = shape.tokens * shape.width * SCORE_BYTES[str(plan.variant.axis("score"))]
     flops = 2.0 * shape.tokens * shape.width * shape.heads * dim
     memory = (keys_bytes + scores_bytes) / figures.dram_read_bytes_per_second
-    return max(memory, flops / figures.bf16_flops_per_second)
+    return max(memory, flops / (figures.bf16_flops_per_second * (2 if sums_e4m3(plan) else 1)))
 
 
 def explain_call(plan: KernelPlan, shape: LogitsShape, sm_count: int, arch: Arch) -> str:
@@ -122,8 +130,11 @@ def explain_call(plan: KernelPlan, shape: LogitsShape, sm_count: int, arch: Arch
     lines += ["checked on the arguments of each call:", *(f"  [{g.guard_id}] {g.expression}" for g in rest)]
     part = partition_of(plan, shape, sm_count)
     lines.append(f"units: {part.unit_count} a request, {part.unit_tokens} tokens share a pass over its keys")
-    lines.append(f"grid: {part.blocks} CTAs share up to {part.tiles} tiles of {plan.constant('kTileKeys')} keys")
-    lines.append("copies: 16 B where pages start at multiples of 16 B, else 4 B")
+    keys, least = tile_sizes(plan)
+    smaller = f", smaller ones down to {least} where there are few" if least < keys else ""
+    lines.append(f"grid: {part.blocks} CTAs share up to {part.tiles} tiles of {keys} keys{smaller}")
+    wide = f"bulk, one a page of a warp's {WARP_KEYS} keys," if sums_e4m3(plan) else "16 B"
+    lines.append(f"copies: {wide} where pages start at multiples of 16 B, else 4 B")
     seconds = floor_seconds(plan, shape, arch)
     if seconds is not None:
         lines.append(f"floor: {seconds * 1e6:.1f} us with every key in its window")

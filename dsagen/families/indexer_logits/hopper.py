@@ -1,0 +1,190 @@
+"""Sizes and plan of the hopper body: warpgroup products of e4m3 codes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dsagen.arch import SMEM_RESERVED_PER_BLOCK_BYTES, WGMMA, Arch
+from dsagen.arch import arch as arch_row
+from dsagen.families.indexer_logits.geometry import MOST_NEXT_N, SCORE_CPP
+from dsagen.families.indexer_logits.guards import HOPPER_PLAN_GUARDS
+from dsagen.families.indexer_logits.params import params_of
+from dsagen.guard import check
+from dsagen.index_format import index_format
+from dsagen.plan import KernelPlan, SmemField, TypeAlias, Variant, checked, lay_out_params, lay_out_smem, round_up
+
+BODY = "hopper"
+# Of codes; what makes operands of others is not built.
+KEYS = ("fp8",)
+# Of the two products whose operands a warp holds at a time.
+WARP_KEYS = 32
+TILE_KEYS = 4 * WARP_KEYS
+# Of calls with so few keys that blocks would have nothing to do: the fewest that a warp's copy and product are worth.
+LEAST_TILE_KEYS = 32
+WARPS = 4
+PER_SM = 3
+REGISTERS = 168
+# Of a product: accumulators of more, for two of them, would leave no registers.
+MOST_COLUMNS = 64
+# Rows of the image are what the tensor cores' swizzle spans, and groups of eight begin at multiples of the second.
+QUERY_PITCH_BYTES, _QUERY_ALIGN_BYTES = 128, 1024
+# Rows that the image has room for. Tokens with more between them read the keys again; products take longer then.
+MOST_QUERY_ROWS = 256
+# At most, of a warp. Three blocks with two stages of 4 KB a warp have 100 KB under way, enough to keep memory busy.
+_RING_BYTES = 16384
+_MOST_STAGES = 8
+# A plan guard's names in the generated unit; names that are not here are printed as numbers.
+_C_NAMES = {
+    "smem_bytes": "static_cast<int>(sizeof(SharedStorage))",
+    "threads": "Body::kThreads",
+    "heads": "Constants::kHeads",
+    "token_rows": "Constants::kRows",
+    "query_rows": "Constants::kQueryRows",
+    "dim": "Body::kDim",
+    "stages": "Constants::kStages",
+}
+
+
+@dataclass(frozen=True)
+class HopperGeometry:
+    """A block of `warps`, each with a ring of `stages` times 32 keys, and an image of `query_rows` rows of q."""
+
+    dim: int
+    heads: int
+    stages: int
+    query_rows: int
+    warps: int = WARPS
+    per_sm: int = PER_SM
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 32 * self.warps
+
+    @property
+    def parts(self) -> int:
+        """Products that share a token's heads."""
+        return -(-self.heads // MOST_COLUMNS)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the image that a token takes: a row a head, and zeros to make equal parts of them."""
+        return round_up(self.heads, 8 * self.parts)
+
+    @property
+    def weight_words(self) -> int:
+        """Words between the weights of two tokens; lanes take those of two tiles of 8 rows at a time."""
+        return self.parts * round_up(self.rows // self.parts, 16)
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of a unit."""
+        return min(MOST_NEXT_N, self.query_rows // self.heads)
+
+
+def takes(keys: str, arch: Arch) -> bool:
+    """Whether the body is built for keys of that format on an arch."""
+    return arch.mma_class == WGMMA and keys in KEYS
+
+
+def sums_e4m3(plan: KernelPlan) -> bool:
+    """Whether a plan's products sum e4m3 codes as they are: at twice the rate of f16, and in 13 bits."""
+    return plan.variant.body == BODY
+
+
+def preferred_geometry(dim: int, heads: int, arch: Arch) -> HopperGeometry:
+    """As deep a ring as leaves room for as many blocks on the SM as registers allow."""
+    rows = min(MOST_QUERY_ROWS, heads * MOST_NEXT_N)
+    most = min(_MOST_STAGES, _RING_BYTES // (WARP_KEYS * dim))
+    choices = [HopperGeometry(dim, heads, stages, rows) for stages in range(most, 0, -1)]
+    return next((g for g in choices if _fits(g, arch)), choices[-1])
+
+
+def _fits(g: HopperGeometry, arch: Arch) -> bool:
+    return g.per_sm * (smem_fields(g)[1] + SMEM_RESERVED_PER_BLOCK_BYTES) <= arch.smem_per_sm_bytes
+
+
+def smem_fields(g: HopperGeometry) -> tuple[tuple[SmemField, ...], int]:
+    """The shared-memory struct, operands first, and its size in bytes."""
+    ring = (g.warps, g.stages)
+    note = "q, a row a token and head, swizzled"
+    return lay_out_smem(
+        (
+            SmemField("query", "u8", (g.query_rows, QUERY_PITCH_BYTES), note, _QUERY_ALIGN_BYTES),
+            SmemField("keys", "u8", (*ring, WARP_KEYS * g.dim), "codes of each warp's keys", align_bytes=128),
+            SmemField("scales", "u32", (*ring, WARP_KEYS), "their scales"),
+            SmemField("held", "u32", ring, "a bit for each key that a page holds"),
+            SmemField("landed", "u64", ring, "barriers: a tile's copies have arrived"),
+            SmemField("weights", "u32", (g.most_tokens * g.weight_words,), "of the rows of q, fp32"),
+            SmemField("limits", "u32", (MOST_NEXT_N,), "keys that each token of the unit is scored for"),
+            SmemField("warp_sums", "u32", (3, 32), "of a prefix sum over the block, three sets"),
+            SmemField("found", "u32", (4,), "where the block's span begins: unit and tile"),
+        )
+    )
+
+
+def plan_hopper(variant: Variant, geometry: HopperGeometry | None = None) -> KernelPlan:
+    """The kernel's plan; `geometry` overrides the preferred one (for tests and for measuring others)."""
+    arch, record = arch_row(variant.arch), index_format(str(variant.axis("keys")))
+    g = geometry or preferred_geometry(variant.axis_int("dim"), variant.axis_int("heads"), arch)
+    (fields, smem_bytes), (params, params_bytes) = smem_fields(g), lay_out_params(params_of(record, ragged=False))
+    values = {
+        "smem_bytes": smem_bytes,
+        "smem_optin_bytes": arch.smem_optin_bytes,
+        "threads": g.threads,
+        "registers_cap": REGISTERS,
+        "registers_per_sm": arch.registers_per_sm,
+        "per_sm": g.per_sm,
+        "dim": g.dim,
+        "heads": g.heads,
+        "stages": g.stages,
+        "query_rows": g.query_rows,
+        "tokens": g.most_tokens,
+        "token_rows": g.rows,
+    }
+    check(HOPPER_PLAN_GUARDS, values, variant.slug)
+    key_bytes = record.record_bytes(g.dim)
+    return KernelPlan(
+        variant=variant,
+        constants=(
+            ("kWarps", g.warps),
+            ("kTileKeys", TILE_KEYS),
+            ("kLeastTileKeys", LEAST_TILE_KEYS),
+            ("kStages", g.stages),
+            ("kDim", g.dim),
+            ("kHeads", g.heads),
+            ("kParts", g.parts),
+            ("kRows", g.rows),
+            ("kQueryRows", g.query_rows),
+            ("kQueryPitchBytes", QUERY_PITCH_BYTES),
+            ("kWeightWords", g.weight_words),
+        ),
+        types=(
+            TypeAlias("Score", SCORE_CPP[str(variant.axis("score"))], "indexer_logits/store.cuh"),
+            TypeAlias(
+                "Body", "indexer_logits::Hopper<Constants, SharedStorage, Score, Params>", "indexer_logits/hopper.cuh"
+            ),
+        ),
+        threads=g.threads,
+        min_blocks_per_sm=g.per_sm,
+        registers_cap=REGISTERS,
+        smem=fields,
+        smem_bytes=smem_bytes,
+        params=params,
+        params_bytes=params_bytes,
+        grid=f"min({g.per_sm} x SMs, tiles of {LEAST_TILE_KEYS} keys)",
+        overlaps_previous=False,
+        guards=checked(HOPPER_PLAN_GUARDS, values, _C_NAMES),
+        budget=(
+            (
+                "shape",
+                f"{TILE_KEYS} keys a tile, {LEAST_TILE_KEYS} where there are few, {g.warps // 4} warpgroup, "
+                f"{g.per_sm} blocks on an SM",
+            ),
+            ("ring", f"{g.stages} tiles of {WARP_KEYS * key_bytes} B a warp"),
+            ("image of q", f"{g.query_rows} rows of {QUERY_PITCH_BYTES} B, a row a token and head"),
+            ("shared memory", f"{smem_bytes} of {arch.smem_optin_bytes} B"),
+            ("registers", f"{REGISTERS} a thread"),
+            ("floor", f"{key_bytes} B of memory traffic a key, and {2 * g.dim} FLOP a key and head"),
+        ),
+    )

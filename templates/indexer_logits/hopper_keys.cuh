@@ -1,0 +1,197 @@
+// A warp's ring of 32 keys each: paged rows of e4m3 codes as they lie in the cache, brought by bulk copies, and their scales.
+#pragma once
+#include "indexer_logits/hopper_query.cuh"
+#include "indexer_logits/work.cuh"
+#include "prims/ptx/bulk.cuh"
+#include "prims/ptx/convert.cuh"
+#include "prims/ptx/copy_word.cuh"
+#include "prims/ptx/global.cuh"
+#include "prims/ptx/load_pair.cuh"
+#include "prims/ptx/mbarrier.cuh"
+#include "prims/ptx/memory.cuh"
+#include "prims/ptx/thread.cuh"
+#include "prims/tile/rows.cuh"
+#include "prims/types.cuh"
+
+namespace indexer_logits {
+
+constexpr int kWarpKeys = 32;
+
+// What a lane keeps of the key whose scores it stores: its scale, and whether a page holds it.
+struct OwnKey {
+  float scale;
+  bool held;
+
+  // Among the warp's keys: of row l/4 of the first or the second product (bit 1), + 8 (bit 0).
+  static DSA_DEVICE int place(int lane) { return lane / 4 + lane / 2 % 2 * 16 + lane % 2 * 8; }
+};
+
+template <class C, class S, class Params>
+struct BulkKeyRing {
+  using Order = CodeOrder<C::kDim>;
+  using Place = PlaceOf<S>;
+  static constexpr int kDim = C::kDim, kSteps = kDim / 32, kKeyBytes = kWarpKeys * kDim;
+  static constexpr u32 kNoPage = 0xffffffffu, kAll = 0xffffffffu;
+  // Each lane for its copies of words, and the lane that announces the bytes of bulk copies.
+  static constexpr int kArrivals = 33;
+
+  const Params& p;
+  const Place place;
+  int warp, lane;
+  u32 slot = 0, parity = 0;  // of the oldest tile in the ring
+
+  DSA_DEVICE BulkKeyRing(const Params& params, const Place& shared, int warp_, int lane_)
+      : p(params), place(shared), warp(warp_), lane(lane_) {
+    if (lane == 0) {
+#pragma unroll
+      for (int i = 0; i < C::kStages; ++i) ptx::mbarrier_init(landed(i), kArrivals);
+      ptx::fence_mbarrier_init();
+    }
+    ptx::warp_sync();
+  }
+
+  // Starts copying the warp's keys, a quarter of a tile each, of the first tiles of a unit: of `count` tiles of `tile_keys`
+  // from `first` on. The ring is empty.
+  DSA_DEVICE void start(const Unit& unit, u32 first, u32 count, u32 tile_keys) {
+    table = p.block_table + unit.request * p.table_stride;
+    const u32 all = unit.keys(p);
+    // Tiles that the span has, whether or not a key is among the warp's of the last one.
+    last = (first + count) * tile_keys;
+    end = last < all ? last : all;
+    own_keys = tile_keys / 4;
+    next = (first + warp / 4) * tile_keys + warp % 4 * own_keys;
+    u32 pages[C::kStages];  // all asked for before any is waited for
+#pragma unroll
+    for (int i = 0; i < C::kStages; ++i) pages[i] = page_of(next + i * step());
+    u32 to = slot;
+#pragma unroll 1
+    for (int i = 0; i < C::kStages && next < last; ++i) {
+      fill(to, pages[0]);
+      to = to + 1 == C::kStages ? 0 : to + 1;
+#pragma unroll
+      for (int n = 0; n + 1 < C::kStages; ++n) pages[n] = pages[n + 1];
+    }
+    page = page_of(next);
+  }
+
+  // The oldest tile as A operands of two products, and what is kept of the lane's own key; its place takes the next tile.
+  DSA_DEVICE void take(u32 (&a)[2][kSteps][4], OwnKey& own) {
+    ptx::mbarrier_wait(landed(slot), parity);
+    const u32 mask = ptx::load_shared_4(held(slot));
+    if (mask == kAll) {
+      load_rows<true>(a, mask);
+    } else {
+      load_rows<false>(a, mask);
+    }
+    const int key = OwnKey::place(lane);
+    own.scale = ptx::float_of(ptx::load_shared_4(scales(slot) + 4 * key));
+    own.held = (mask >> key & 1) != 0;
+    ptx::warp_sync();
+    if (next < last) {
+      const u32 of_next = page;
+      page = page_of(next + step());
+      fill(slot, of_next);
+    }
+    if (++slot == C::kStages) slot = 0, parity ^= 1;
+  }
+
+ private:
+  const i32* table;
+  u32 end, last, next;  // of keys, of the rows of tiles; the warp's first key of the tile to fill
+  u32 own_keys;         // of the warp, at most kWarpKeys
+  u32 page;             // of the lane's key in that tile, asked for a tile ahead
+
+  DSA_DEVICE u32 step() const { return C::kWarps * own_keys; }  // from one tile of the warp's group to the next
+
+  DSA_DEVICE u32 codes(u32 of) const { return place.keys() + (warp * C::kStages + of) * kKeyBytes; }
+  DSA_DEVICE u32 scales(u32 of) const { return place.scales() + (warp * C::kStages + of) * (4 * kWarpKeys); }
+  DSA_DEVICE u32 held(u32 of) const { return place.held() + (warp * C::kStages + of) * 4; }
+  DSA_DEVICE u32 landed(u32 of) const { return place.landed() + (warp * C::kStages + of) * 8; }
+
+  DSA_DEVICE u32 page_of(u32 first) const {
+    const tile::PageDivisor divisor{p.page_multiplier, p.page_shift, p.page_size};
+    const u32 key = first + lane;
+    return static_cast<u32>(lane) < own_keys && key < end ? ptx::load_global_4(table + divisor.divide(key)) : kNoPage;
+  }
+
+  DSA_DEVICE void fill(u32 to, u32 of_page) {
+    const tile::PageDivisor divisor{p.page_multiplier, p.page_shift, p.page_size};
+    const u32 key = next + lane, offset = key - divisor.divide(key) * p.page_size, barrier = landed(to);
+    const bool holds = of_page < p.pool_pages;
+    const u8* base = p.k_cache + (holds ? static_cast<i64>(of_page) * p.page_stride_bytes : 0);
+    const u8* source = base + static_cast<i64>(offset) * kDim;
+    const u8* scale = base + static_cast<i64>(p.page_size) * kDim + 4 * static_cast<i64>(offset);
+    const u32 valid = ptx::ballot(holds);
+    ptx::copy_async_4(scales(to) + 4 * lane, holds ? scale : p.k_cache, holds ? 4 : 0);
+    const bool wide = p.wide_copies != 0;
+    if (lane == 0) {
+      ptx::store_shared_4(held(to), valid);
+      ptx::mbarrier_arrive_expect(barrier, wide ? ptx::count_ones(valid) * kDim : 0);
+    }
+    if (wide) {
+      copy_pieces(codes(to), source, holds, offset, barrier);
+    } else {
+      copy_words(codes(to), reinterpret_cast<u64>(source), valid);
+    }
+    ptx::mbarrier_arrive_after_copies(barrier);
+    next += step();
+  }
+
+  // One copy for the keys that a page holds: where lane and offset say that they begin.
+  DSA_DEVICE void copy_pieces(u32 target, const u8* source, bool holds, u32 offset, u32 barrier) const {
+    if (!holds || (lane != 0 && offset != 0)) return;
+    u32 keys = own_keys - lane;
+    if (end - next - lane < keys) keys = end - next - lane;
+    if (p.page_size - offset < keys) keys = p.page_size - offset;
+    ptx::copy_bulk(target + lane * kDim, source, keys * kDim, barrier);
+  }
+
+  // The same by words, which need no alignment to 16 bytes.
+  DSA_DEVICE void copy_words(u32 target, u64 source, u32 valid) const {
+    constexpr int kRowWords = kDim / 4;
+    const u32 low = static_cast<u32>(source), high = static_cast<u32>(source >> 32);
+#pragma unroll 2
+    for (int i = 0; i < kWarpKeys * kRowWords / 32; ++i) {
+      const int word = 32 * i + lane, key = word / kRowWords;
+      const u64 from = (static_cast<u64>(ptx::shuffle(high, key)) << 32 | ptx::shuffle(low, key)) + word % kRowWords * 4;
+      if (valid >> key & 1) ptx::copy_async_4(target + 4 * word, reinterpret_cast<const u8*>(from), 4);
+    }
+  }
+
+  // A lane's dims of its four keys, rows r and r + 8 of each product; zeros where no page holds one.
+  template <bool kAllHeld>
+  DSA_DEVICE void load_rows(u32 (&a)[2][kSteps][4], u32 mask) const {
+    const u32 rows = codes(slot) + lane / 4 * kDim + lane % 4 * (4 * Order::kPieceWords);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      u32 words[2 * kSteps];
+      load_row(words, rows + 8 * i * kDim, kAllHeld || (mask >> (lane / 4 + 8 * i) & 1) != 0);
+#pragma unroll
+      for (int n = 0; n < 2 * kSteps; ++n) a[i / 2][n / 2][n % 2 * 2 + i % 2] = words[n];
+    }
+  }
+
+  // In rows of 128 B every other one begins with its second half, so that the eight lanes that a 16-byte load serves at a
+  // time, four of each of two rows, meet in no bank.
+  DSA_DEVICE void load_row(u32 (&words)[2 * kSteps], u32 at, bool wanted) const {
+    if constexpr (kDim == 128) {
+      const bool turned = lane / 4 % 2 != 0;
+      const Words4 x = load_16(at + (turned ? 64 : 0), wanted), y = load_16(at + (turned ? 0 : 64), wanted);
+      words[0] = turned ? y.x : x.x, words[1] = turned ? y.y : x.y, words[2] = turned ? y.z : x.z, words[3] = turned ? y.w : x.w;
+      words[4] = turned ? x.x : y.x, words[5] = turned ? x.y : y.y, words[6] = turned ? x.z : y.z, words[7] = turned ? x.w : y.w;
+    } else if constexpr (kDim == 64) {
+      const Words4 x = load_16(at, wanted);
+      words[0] = x.x, words[1] = x.y, words[2] = x.z, words[3] = x.w;
+    } else {
+      words[0] = words[1] = 0;
+      if (wanted) ptx::load_shared_8(words[0], words[1], at);
+    }
+  }
+
+  static DSA_DEVICE Words4 load_16(u32 at, bool wanted) {
+    if (wanted) return ptx::load_shared_16(at);
+    return Words4{0, 0, 0, 0};
+  }
+};
+
+}  // namespace indexer_logits
