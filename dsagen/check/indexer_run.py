@@ -115,13 +115,7 @@ class LogitsRun:
     def _differs(self, found: Tensor, want: Tensor, inputs: LogitsInputs, record: IndexFormat) -> Tensor:
         if is_exact(self.case.contents):
             return differs_exactly(found, want)
-        # The same sums of magnitudes: |q|, |k| and |w| in place of q, k and w.
-        sized = replace(
-            inputs,
-            q=magnitudes_of_codes(record, inputs.q),
-            k_cache=_magnitudes(record, inputs.k_cache),
-            weights=inputs.weights.abs(),
-        )
+        sized = with_magnitudes(record, inputs)
         size, _ = logits_reference(*sized.tensors, record, self.case.width, q_scales=inputs.q_scales)
         error = _SHORT_SUM_ERRORS[self.case.contents] if self.case.short_sums else _SUM_ERROR
         return differs_more(found, want, size, error)
@@ -190,6 +184,16 @@ def magnitudes_of_codes(record: IndexFormat, codes: Tensor) -> Tensor:
     """Codes without their signs."""
     unsigned = codes.view(torch.uint8) & (0x7F if record.values.bits == 8 else 0x77)
     return unsigned.view(codes.dtype)
+
+
+def with_magnitudes(record: IndexFormat, inputs: LogitsInputs) -> LogitsInputs:
+    """Inputs whose sums are those of magnitudes: |q|, |k| and |w| in place of q, k and w."""
+    return replace(
+        inputs,
+        q=magnitudes_of_codes(record, inputs.q),
+        k_cache=_magnitudes(record, inputs.k_cache),
+        weights=inputs.weights.abs(),
+    )
 
 
 def _magnitudes(record: IndexFormat, cache: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 
 from dsagen import knobs
 from dsagen.arch import arch_for_capability
+from dsagen.check.candidate_cases import CandidateCase
 from dsagen.check.cases import REPEATS as DECODE_REPEATS
 from dsagen.check.cases import DecodeCase
 from dsagen.check.cases import Probe as DecodeProbe
@@ -37,7 +38,7 @@ from dsagen.runtime.api import load
 from dsagen.runtime.emulated import EmulatorOptions
 from dsagen.spec import DeploymentSpec
 
-Case = DecodeCase | TopkCase | KvCase | LogitsCase | IndexCacheCase | StepCase | RaggedCase
+Case = DecodeCase | TopkCase | KvCase | LogitsCase | IndexCacheCase | StepCase | RaggedCase | CandidateCase
 # Sizes at which a case takes about a minute of two cores. Larger ones are for devices.
 MOST_COLUMN_HEADS = 50_000_000
 MOST_SCORES = 50_000_000
@@ -100,6 +101,8 @@ def too_large(spec: DeploymentSpec, case: Case) -> str:
         what, size, limit, tensor_bytes = _step_size(spec, case)
     elif isinstance(case, RaggedCase):
         what, size, limit, tensor_bytes = _ragged_size(spec, case)
+    elif isinstance(case, CandidateCase):
+        what, size, limit, tensor_bytes = _candidates_size(spec, case)
     else:
         what, size, limit, tensor_bytes = _decode_size(spec, case)
     if size > limit:
@@ -161,6 +164,14 @@ def _step_size(spec: DeploymentSpec, case: StepCase) -> tuple[str, int, int, int
     # Attention over a column and a head takes about as long as the score of a key and a head.
     size = case.rows * (case.width * spec.index.heads + case.layers * case.k * spec.heads) * calls
     return "keys and columns x heads", size, MOST_KEY_HEADS, pool_bytes
+
+
+def _candidates_size(spec: DeploymentSpec, case: CandidateCase) -> tuple[str, int, int, int]:
+    what, _, limit, tensor_bytes = _logits_size(spec, case.call)
+    calls = {LogitsProbe.REPEATED: LOGITS_REPEATS, LogitsProbe.ALONE: 2}.get(case.probe, 1)
+    assert spec.index is not None, "a case of the op is for a spec with an index"
+    heads = case.heads or spec.index.heads
+    return what, case.call.rows * case.columns * heads * calls, limit, tensor_bytes
 
 
 def _ragged_size(spec: DeploymentSpec, case: RaggedCase) -> tuple[str, int, int, int]:

@@ -18,6 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from dsagen import knobs
 from dsagen.arch import arch as arch_row
+from dsagen.check.candidate_cases import CandidateCase, candidate_cases
+from dsagen.check.candidate_run import CandidateRun
 from dsagen.check.cases import DecodeCase, Probe, Tier, decode_cases
 from dsagen.check.host import host_proofs
 from dsagen.check.index_cases import Action as IndexAction
@@ -79,7 +81,7 @@ class KernelCache:
             return self._for_topk()
         if isinstance(case, KvCase):
             return self._for_caches()
-        if isinstance(case, LogitsCase | RaggedCase):
+        if isinstance(case, LogitsCase | RaggedCase | CandidateCase):
             return self._for_logits(case)
         if isinstance(case, IndexCacheCase):
             return self._for_index_cache()
@@ -123,7 +125,7 @@ class KernelCache:
         kernels: IndexCacheKernels = self._loaded[key]
         return kernels
 
-    def _for_logits(self, case: LogitsCase | RaggedCase) -> LogitsKernels:
+    def _for_logits(self, case: LogitsCase | RaggedCase | CandidateCase) -> LogitsKernels:
         """Kernels of the indexer alone, with the case's number of heads."""
         assert self.spec.index is not None
         heads = case.heads or self.spec.index.heads
@@ -236,7 +238,7 @@ def run_cases(
     return tuple(results)
 
 
-AnyRun = CaseRun | TopkRun | KvRun | LogitsRun | IndexCacheRun | StepRun | RaggedRun
+AnyRun = CaseRun | TopkRun | KvRun | LogitsRun | IndexCacheRun | StepRun | RaggedRun | CandidateRun
 # What runs a case, by its type.
 RUNS: Mapping[type, Callable[..., AnyRun]] = {
     DecodeCase: CaseRun,
@@ -246,6 +248,7 @@ RUNS: Mapping[type, Callable[..., AnyRun]] = {
     IndexCacheCase: IndexCacheRun,
     StepCase: StepRun,
     RaggedCase: RaggedRun,
+    CandidateCase: CandidateRun,
 }
 
 
@@ -266,7 +269,7 @@ def _slugs(run: AnyRun) -> tuple[str, ...] | None:
     if isinstance(run, CaseRun):
         # Without one it came to no plan, or to one that does not tell.
         return tuple(sorted(run.launched)) or None
-    if isinstance(run, LogitsRun | RaggedRun):
+    if isinstance(run, LogitsRun | RaggedRun | CandidateRun):
         kernels: Any = run.kernels(run.case)  # type: ignore[arg-type]
         if len(kernels.spec.index.forms) > 1:
             names: tuple[str, ...] = kernels.logits_slugs(run.form)
@@ -324,6 +327,7 @@ def cases_of(spec: DeploymentSpec, arch: str, tier: Tier, only: str | None = Non
             keeps_nan = index_format(spec.index.keys).values is E4M3 and arch_row(arch).has_e4m3_cvt
             cases += logits_cases(tier, keeps_nan, short_sums) if "paged" in spec.index.forms else ()
             cases += ragged_cases(tier, keeps_nan) if "ragged" in spec.index.forms else ()
+            cases += candidate_cases(tier, keeps_nan) if "candidates" in spec.index.forms else ()
         elif op == IndexCacheCase.op:
             cases += index_cases(tier)
         else:

@@ -41,6 +41,8 @@ OP = "indexer_logits"
 SCORE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Rows of scores that the op allocates begin at multiples of so many bytes, which is what top-k reads fastest.
 _ROW_BYTES = 16
+# Positions that tiles of int32 reach.
+MOST_KEYS = 2147483583
 
 
 class LogitsTensors(NamedTuple):
@@ -103,35 +105,47 @@ def bind(
     width = _width(t, max_seq_len)
     check([WIDTH_GUARD], {"width": width})
     check([UNSCORED_GUARD], {"unscored": require_int("unscored_up_to", unscored_up_to)})
+    paged = paged_arguments(t, index)
+    require_scores(t.out, spec, "[batch * next_n, max_seq_len]", (batch * next_n, width))
+    require_no_overlap({"out"}, t.given(), {name: span_bytes(tensor) for name, tensor in t.given()})
+    return LogitsCall(
+        LogitsShape(batch, next_n, width, index.heads),
+        {
+            **paged,
+            "most_keys": min(width, int(paged["most_keys"])),
+            "width": width,
+            "unscored": unscored_up_to,
+            "fills": int(fills),
+        },
+    )
+
+
+def paged_arguments(t: LogitsTensors, index: IndexSpec) -> dict[str, Number]:
+    """The arguments of a call over cached keys but for columns of scores, whose q has been found to be one.
+
+    `most_keys` is what a table row names, as far as tiles of int32 positions reach.
+    """
+    batch, next_n = int(t.q.shape[0]), int(t.q.shape[1])
     require(TensorRule("weights", ("float32",), "[batch * next_n, heads]", (batch * next_n, index.heads)), t.weights)
     scales = _scale_arguments(t, index)
     pool = _pool_arguments(t.k_cache, index)
     require(TensorRule("block_table", ("int32",), "[batch, pages]", (batch, None)), t.block_table)
     columns = int(t.block_table.shape[1])
     check([TABLE_GUARD], {"columns": columns})
-    lens = _length_arguments(t.context_lens, batch, next_n)
-    _require_out(t, spec, batch * next_n, width)
-    require_no_overlap({"out"}, t.given(), {name: span_bytes(tensor) for name, tensor in t.given()})
-    return LogitsCall(
-        LogitsShape(batch, next_n, width, index.heads),
-        {
-            **_query_arguments(t.q),
-            **scales,
-            **pool,
-            "weights": t.weights.data_ptr(),
-            "weight_stride": stride_of(t.weights, 0),
-            **lens,
-            "most_keys": min(width, columns * int(pool["page_size"])),
-            "block_table": t.block_table.data_ptr(),
-            "table_stride": stride_of(t.block_table, 0),
-            "width": width,
-            "batch": batch,
-            "next_n": next_n,
-            "heads": index.heads,
-            "unscored": unscored_up_to,
-            "fills": int(fills),
-        },
-    )
+    return {
+        **_length_arguments(t.context_lens, batch, next_n),
+        **_query_arguments(t.q),
+        **scales,
+        **pool,
+        "weights": t.weights.data_ptr(),
+        "weight_stride": stride_of(t.weights, 0),
+        "most_keys": min(MOST_KEYS, columns * int(pool["page_size"])),
+        "block_table": t.block_table.data_ptr(),
+        "table_stride": stride_of(t.block_table, 0),
+        "batch": batch,
+        "next_n": next_n,
+        "heads": index.heads,
+    }
 
 
 def make_out(out: torch.Tensor | None, q: torch.Tensor, tokens: int, width: int, spec: DeploymentSpec) -> torch.Tensor:
@@ -233,12 +247,13 @@ def require_width(max_seq_len: int | None) -> int:
     return max_seq_len
 
 
-def _require_out(t: LogitsTensors, spec: DeploymentSpec, tokens: int, width: int) -> None:
-    if t.out is None:
+def require_scores(out: torch.Tensor | None, spec: DeploymentSpec, layout: str, shape: tuple[int, int]) -> None:
+    """Refuse an out that does not hold the scores of a call."""
+    if out is None:
         return
     dtype = str(SCORE_DTYPES[str(spec.scores)]).removeprefix("torch.")
-    require(TensorRule("out", (dtype,), "[batch * next_n, max_seq_len]", (tokens, width)), t.out)
-    require_separate_elements("out", t.out)
+    require(TensorRule("out", (dtype,), layout, shape), out)
+    require_separate_elements("out", out)
 
 
 def _query_arguments(q: torch.Tensor) -> dict[str, Number]:

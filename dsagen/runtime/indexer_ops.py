@@ -8,6 +8,7 @@ from dsagen.arch import arch
 from dsagen.errors import GuardError
 from dsagen.families.indexer_logits.guards import RAGGED_TILES_GUARD, TILES_GUARD
 from dsagen.families.indexer_logits.op import (
+    CANDIDATES,
     RAGGED,
     ROLES,
     LogitsShape,
@@ -29,16 +30,19 @@ from dsagen.runtime.indexer import (
     make_out,
     out_arguments,
 )
+from dsagen.runtime.indexer_candidates import METHOD as CANDIDATES_METHOD
+from dsagen.runtime.indexer_candidates import CandidateTensors, bind_candidates, check_blocks
 from dsagen.runtime.indexer_ragged import METHOD, RaggedTensors, bind_ragged, check_token_windows
 from dsagen.runtime.launch import OpLaunches, Step
 from dsagen.runtime.op_methods import OpMethods
 
 
 class IndexerOps(OpMethods):
-    """indexer_logits and indexer_logits_ragged over what `Kernels` provides."""
+    """indexer_logits, indexer_logits_ragged and indexer_logits_candidates over what `Kernels` provides."""
 
     _logits_launches: OpLaunches
     _ragged_launches: OpLaunches
+    _candidate_launches: OpLaunches
 
     def indexer_logits(
         self,
@@ -183,6 +187,68 @@ class IndexerOps(OpMethods):
             operands = tensors._replace(out=result)
             call, asked = (*operands, *scalars), (*tensors, *scalars)
             self._ragged_launches.launch([Step(kernel, part.blocks)], stream, values, operands, call, asked)
+        return result
+
+    def indexer_logits_candidates(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        weights: torch.Tensor,
+        context_lens: torch.Tensor,
+        block_table: torch.Tensor,
+        candidate_blocks: torch.Tensor,
+        *,
+        block_size: int = 8,
+        q_scales: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As indexer_logits, of the keys in each token's candidate blocks alone: V4.1's second level.
+
+        - candidate_blocks: int32 [batch x next_n, slots], last dim contiguous: block b is keys b x block_size and the
+          block_size - 1 that follow; negative for none, in any order and place. With DSAGEN_CHECK_INDICES a block past
+          all that block_table names is an error
+        - block_size: 8 or 16 keys, of pages of any size
+        - out: [batch x next_n, slots x block_size] of the spec's scores, allocated where not given: column
+          s x block_size + i is the i-th key of slot s
+
+        All columns are written: -inf where a slot has no block, and where the token does not see the key or its table
+        entry names no page. A topk that follows drops -inf, and gives ids by its own candidate_blocks of 8. Returns
+        out, raises as indexer_logits.
+        """
+        if torch.compiler.is_compiling():
+            return traced.indexer_logits_candidates(
+                self.handle,
+                (q, k_cache, weights, context_lens, block_table, candidate_blocks),
+                out,
+                block_size=block_size,
+                q_scales=q_scales,
+            )
+        tensors = CandidateTensors(q, k_cache, weights, context_lens, block_table, candidate_blocks, q_scales, out)
+        repeated = False if self._checks_values else self._candidate_launches.repeat(*tensors, block_size)
+        if repeated is not False:
+            return out if repeated is True else repeated[0]  # type: ignore[return-value]
+        self._require_form("candidates", CANDIDATES_METHOD)
+        shape, arguments = bind_candidates(tensors, block_size, self.spec, self._driver)
+        ordinal = self._driver.ordinal(q.device)
+        assert ordinal is not None, "a bound tensor lies on a device"
+        on = self._on(ordinal)
+        (plan,) = on.by_role[OP, CANDIDATES]
+        check([TILES_GUARD], size_values(plan, shape, on.facts.sm_count))
+        if self._checks_values:
+            self._refuse_capture(ordinal)
+            if shape.tokens:
+                check_lengths(tensors.paged, int(arguments["most_keys"]))
+                check_pages(tensors.paged)
+                check_blocks(tensors, block_size)
+        result = make_out(out, q, shape.tokens, shape.width, self.spec)
+        if shape.tokens and shape.width:
+            part = partition_of(plan, shape, on.facts.sm_count)
+            shared = {"unit_tokens": part.unit_tokens, "unit_count": part.unit_count, "blocks": part.blocks}
+            kernel, stream = self._loader.load(plan, ordinal), self._driver.current_stream(ordinal)
+            values = {**arguments, **shared, **out_arguments(result)}
+            operands = tensors._replace(out=result)
+            call, asked = (*operands, block_size), (*tensors, block_size)
+            self._candidate_launches.launch([Step(kernel, part.blocks)], stream, values, operands, call, asked)
         return result
 
     def logits_slugs(self, form: str) -> tuple[str, ...]:

@@ -24,11 +24,11 @@ from dsagen.index_format import index_format
 from dsagen.runtime.blocks import Number
 from dsagen.runtime.driver import Driver
 from dsagen.runtime.indexer import (
-    SCORE_DTYPES,
     index_of,
     require_kinds,
     require_query,
     require_scales,
+    require_scores,
     stride_of,
 )
 from dsagen.runtime.launch import CallForm
@@ -36,7 +36,6 @@ from dsagen.runtime.tensors import (
     TensorRule,
     require,
     require_no_overlap,
-    require_separate_elements,
     span_bytes,
 )
 from dsagen.spec import DeploymentSpec, IndexSpec
@@ -107,7 +106,8 @@ def bind_ragged(
     require(TensorRule("weights", ("float32",), "[tokens, heads]", (tokens, index.heads)), t.weights)
     for name, tensor in (("starts", t.starts), ("ends", t.ends)):
         require(TensorRule(name, ("int32",), "[tokens]", (tokens,), last_dim_contiguous=False), tensor)
-    _require_out(t, spec, tokens, width, compressed=max_window is not None)
+    layout = "[tokens, keys]" if max_window is None else "[tokens, max_window]"
+    require_scores(t.out, spec, layout, (tokens, width))
     require_no_overlap({"out"}, t.given(), {name: span_bytes(tensor) for name, tensor in t.given()})
     return RaggedCall(
         RaggedShape(tokens, count, index.heads),
@@ -183,12 +183,3 @@ def _key_arguments(t: RaggedTensors, index: IndexSpec) -> dict[str, Number]:
         "key_count": count,
         "wide_copies": int((t.keys.data_ptr() | stride) % 16 == 0),
     }
-
-
-def _require_out(t: RaggedTensors, spec: DeploymentSpec, tokens: int, width: int, *, compressed: bool) -> None:
-    if t.out is None:
-        return
-    dtype = str(SCORE_DTYPES[str(spec.scores)]).removeprefix("torch.")
-    layout = "[tokens, max_window]" if compressed else "[tokens, keys]"
-    require(TensorRule("out", (dtype,), layout, (tokens, width)), t.out)
-    require_separate_elements("out", t.out)

@@ -47,6 +47,8 @@ _GATHER = "Tensor k_cache, str kernels, Tensor block_table, Tensor row_starts, S
 _GATHER_OPTIONS = "Tensor? token_starts=None"
 _LOGITS = "Tensor q, Tensor k_cache, Tensor weights, Tensor context_lens, Tensor block_table, str kernels"
 _RAGGED = "Tensor q, Tensor keys, Tensor key_scales, Tensor weights, Tensor starts, Tensor ends, str kernels"
+_CANDIDATES = _LOGITS.replace(", str kernels", ", Tensor candidate_blocks, str kernels")
+_CANDIDATES_OPTIONS = "int block_size=8, Tensor? q_scales=None"
 _LOGITS_OPTIONS = "Tensor? q_scales=None, SymInt? max_seq_len=None, int unscored_up_to=0, bool fill_neg_inf=False"
 _RAGGED_OPTIONS = _LOGITS_OPTIONS.replace("max_seq_len", "max_window")
 SCHEMAS = {
@@ -58,6 +60,8 @@ SCHEMAS = {
     "indexer_logits_out": f"({_LOGITS}, Tensor(a!) out, {_LOGITS_OPTIONS}) -> ()",
     "indexer_logits_ragged": f"({_RAGGED}, {_RAGGED_OPTIONS}) -> Tensor",
     "indexer_logits_ragged_out": f"({_RAGGED}, Tensor(a!) out, {_RAGGED_OPTIONS}) -> ()",
+    "indexer_logits_candidates": f"({_CANDIDATES}, {_CANDIDATES_OPTIONS}) -> Tensor",
+    "indexer_logits_candidates_out": f"({_CANDIDATES}, Tensor(a!) out, {_CANDIDATES_OPTIONS}) -> ()",
     "kv_write": "(Tensor rows, Tensor(a!) k_cache, Tensor slots, str kernels, Tensor? k_pe=None, "
     "Tensor(b!)? kpe_cache=None, bool extra=False) -> ()",
     "kv_read": f"({_READ}, {_READ_OPTIONS}) -> Tensor",
@@ -195,6 +199,32 @@ def _indexer_logits_ragged(
     )
 
 
+def _indexer_logits_candidates(
+    q: Tensor,
+    k_cache: Tensor,
+    weights: Tensor,
+    context_lens: Tensor,
+    block_table: Tensor,
+    candidate_blocks: Tensor,
+    kernels: str,
+    block_size: int = 8,
+    q_scales: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    return find(kernels).indexer_logits_candidates(
+        q,
+        k_cache,
+        weights,
+        context_lens,
+        block_table,
+        candidate_blocks,
+        block_size=block_size,
+        q_scales=q_scales,
+        out=out,
+    )
+
+
 def _kv_write(
     rows: Tensor,
     k_cache: Tensor,
@@ -281,6 +311,7 @@ def _parameters(schema: str) -> tuple[str, ...]:
 
 _READ_NAMES = _parameters(_READ_OPTIONS)
 _LOGITS_NAMES, _RAGGED_NAMES = _parameters(_LOGITS_OPTIONS), _parameters(_RAGGED_OPTIONS)
+_CANDIDATES_NAMES = _parameters(_CANDIDATES_OPTIONS)
 
 
 def _named(names: tuple[str, ...], rest: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
@@ -343,6 +374,23 @@ def _fake_indexer_logits_ragged(
     return empty_scores(q, q.shape[0], keys.shape[0] if most is None else most, find(kernels).spec)
 
 
+def _fake_indexer_logits_candidates(
+    q: Tensor,
+    k_cache: Tensor,
+    weights: Tensor,
+    context_lens: Tensor,
+    block_table: Tensor,
+    candidate_blocks: Tensor,
+    kernels: str,
+    *rest: Any,
+    **named: Any,
+) -> Tensor:
+    given = {"block_size": 8, **_named(_CANDIDATES_NAMES, rest, named)}
+    _refuse_grad(q, k_cache, weights, context_lens, block_table, candidate_blocks, **given)
+    width = candidate_blocks.shape[1] * given["block_size"]
+    return empty_scores(q, q.shape[0] * q.shape[1], width, find(kernels).spec)
+
+
 def _fake_kv_read(k_cache: Tensor, kernels: str, *rest: Any, **named: Any) -> Tensor:
     given = _named(_READ_NAMES, rest, named)
     _refuse_grad(k_cache, **given)
@@ -375,6 +423,8 @@ _OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "indexer_logits_out": (_into(_indexer_logits, 6, "out"), _fake_nothing),
     "indexer_logits_ragged": (_indexer_logits_ragged, _fake_indexer_logits_ragged),
     "indexer_logits_ragged_out": (_into(_indexer_logits_ragged, 7, "out"), _fake_nothing),
+    "indexer_logits_candidates": (_indexer_logits_candidates, _fake_indexer_logits_candidates),
+    "indexer_logits_candidates_out": (_into(_indexer_logits_candidates, 7, "out"), _fake_nothing),
     "kv_write": (_kv_write, _fake_nothing),
     "kv_read": (_kv_read, _fake_kv_read),
     "kv_read_out": (_into(_kv_read, 2, "out"), _fake_nothing),

@@ -77,6 +77,15 @@ def indexer_logits_ragged(handle: str, tensors: tuple[Tensor, ...], out: Tensor 
     return out
 
 
+def indexer_logits_candidates(handle: str, tensors: tuple[Tensor, ...], out: Tensor | None, **options: Any) -> Tensor:
+    """As Kernels.indexer_logits_candidates."""
+    if out is None:
+        made: Tensor = _OPS.indexer_logits_candidates(*tensors, handle, **options)
+        return made
+    _OPS.indexer_logits_candidates_out(*tensors, handle, **options, out=out)
+    return out
+
+
 def kv_read(handle: str, k_cache: Tensor, out: Tensor | None, **options: Any) -> Tensor:
     """As Kernels.kv_read."""
     if out is None:

@@ -22,6 +22,14 @@ struct TileKeys {
     const int n = lane % 4 * kOwn + i;  // among the 2 kBlocks keys of the lane's row
     return n / 2 * 16 + n % 2 * 8 + lane / 4;
   }
+
+  // Whether a page holds any key of the tile. Whole warps come here.
+  DSA_DEVICE bool any() const {
+    bool has = false;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) has = has || held[i];
+    return ptx::ballot(has) != 0;
+  }
 };
 
 template <class C, class S, class Codes, class Places, class Params>
@@ -46,10 +54,10 @@ struct KeyRing {
 
   // Starts copying the warp's first tiles of a unit, of `count` tiles from `first` on.
   DSA_DEVICE void start(const Unit& unit, u32 first, u32 count) {
-    places.start(unit);
     const u32 keys_of_span = (first + count) * kTileKeys, all = unit.keys(p), base = unit.first_key(p);
     end = base + (keys_of_span < all ? keys_of_span : all);
     next = base + (first + warp) * kTileKeys;
+    places.start(unit, next + lane, end);
     places.find(next + lane, end);
 #pragma unroll
     for (int i = 0; i < C::kStages; ++i) fill();

@@ -37,7 +37,8 @@ struct MmaSync {
   using Ring = KeyRing<C, S, Codes, Places, Params>;
 
   static DSA_DEVICE void run(const Params& p, S& shared) {
-    if (p.fills != 0) fill_outside<Score, Unit>(p, kThreads);
+    if constexpr (Unit::kFills)
+      if (p.fills != 0) fill_outside<Score, Unit>(p, kThreads);
     Span<C, S, Params, Unit> span(p, shared);
     const int lane = ptx::thread_index() % 32, warp = static_cast<int>(ptx::shuffle(ptx::thread_index() / 32, 0));
     Ring ring(p, shared, warp, lane);
@@ -64,6 +65,8 @@ struct MmaSync {
                                     const u32 (&a)[C::kBlocks][kSteps][4], const TileKeys<C>& keys, int lane) {
     const u32 rows = ptx::shared_address(&shared.query[0][0]) + (lane % 8) * C::kQueryPitchBytes + (lane / 8) * 16;
     const u32 weights = ptx::shared_address(&shared.weights[0]) + (lane % 4) * 8;
+    int head_tiles = p.heads / 8;
+    if constexpr (Places::kSparse) head_tiles = keys.any() ? head_tiles : 0;
 #pragma unroll 1
     for (int token = 0; token < unit.tokens; ++token) {
       const Window window = unit.window(p, token);
@@ -73,7 +76,7 @@ struct MmaSync {
       Words4 b[kSteps / 2];
       load_heads(b, row);
 #pragma unroll 1
-      for (int tile = p.heads / 8; tile > 0; --tile) {
+      for (int tile = head_tiles; tile > 0; --tile) {
         float acc[C::kBlocks][4] = {};
 #pragma unroll
         for (int step = 0; step < kSteps; ++step)

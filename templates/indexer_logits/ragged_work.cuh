@@ -8,6 +8,7 @@ namespace indexer_logits {
 // Tokens first_token .. + tokens of the call, whose q fits the image together. Its keys are those between the first and the
 // last that any of its tokens sees.
 struct RaggedUnit {
+  static constexpr bool kFills = true;
   int first_token, tokens;
 
   template <class Params>

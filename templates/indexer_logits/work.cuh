@@ -17,6 +17,7 @@ struct Window {
 
 // Tokens first_token .. + tokens of a request, whose q fits the image together. Its keys lie in pages and begin with key 0.
 struct Unit {
+  static constexpr bool kFills = true;  // -inf outside of windows, where a call asks for it
   u32 request;
   int first_token, tokens;
 

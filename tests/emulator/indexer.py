@@ -11,6 +11,8 @@ from decode import Kernel
 from ptx_texts import ptx_of
 
 from dsagen.arch import arch as arch_row
+from dsagen.check.candidate_cases import CandidateCase
+from dsagen.check.candidate_run import CandidateRun
 from dsagen.check.indexer_cases import LogitsCase
 from dsagen.check.indexer_run import LogitsRun
 from dsagen.check.probes import WrongResultError
@@ -23,6 +25,8 @@ from dsagen.matrix import expand
 from dsagen.plan import Variant
 from dsagen.runtime.emulated import EmulatorDriver
 from dsagen.runtime.indexer import FORM, LogitsTensors, bind, out_arguments
+from dsagen.runtime.indexer_candidates import FORM as CANDIDATES_FORM
+from dsagen.runtime.indexer_candidates import CandidateTensors, bind_candidates
 from dsagen.runtime.indexer_ragged import FORM as RAGGED_FORM
 from dsagen.runtime.indexer_ragged import RaggedTensors, bind_ragged
 from dsagen.spec import DeploymentSpec, load_spec
@@ -165,6 +169,55 @@ class EmulatedRagged:
             values |= {"keys": base, "key_stride_bytes": self.key_stride_bytes}
         self.kernel.launch(part.blocks, values, memory, self.seed, self.schedule)
         return out
+
+
+@cache
+def candidates_spec(arch: str, dim: int = 128, scores: str = "fp32", keys: str = "fp8") -> DeploymentSpec:
+    index = {"heads": 16, "dim": dim, "keys": keys, "forms": ["candidates"]}
+    return spec_of(arch).replace(index=index, scores=scores)
+
+
+@dataclass(frozen=True)
+class EmulatedCandidates:
+    """As EmulatedIndexer, of keys in candidate blocks."""
+
+    spec: DeploymentSpec
+    kernel: Kernel
+    seed: int = 0
+    schedule: str | None = None
+    sms: int = 1
+
+    def prepare(self) -> None:
+        pass
+
+    def indexer_logits_candidates(
+        self, *tensors: torch.Tensor, block_size: int, out: torch.Tensor, q_scales: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        given = CandidateTensors(*tensors, q_scales, out)
+        driver = EmulatorDriver(arch_row(self.spec.archs[0]))
+        shape, arguments = bind_candidates(given, block_size, self.spec, driver)
+        part = partition_of(self.kernel.plan, shape, self.sms)
+        shared = {"unit_tokens": part.unit_tokens, "unit_count": part.unit_count, "blocks": part.blocks}
+        values: dict[str, Any] = {**arguments, **shared, **out_arguments(out)}
+        memory = Memory()
+        for parameter, name in CANDIDATES_FORM.addresses.items():
+            tensor = getattr(given, str(name))
+            if tensor is None:
+                continue
+            whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+            address = memory.add(str(name), whole, writable=name == "out", initialised=name != "out")
+            values[parameter] += address - whole.data_ptr()
+        self.kernel.launch(part.blocks, values, memory, self.seed, self.schedule)
+        return out
+
+
+def candidates_problem(case: CandidateCase, indexer: EmulatedCandidates) -> str:
+    """What the check says of a case, empty where the kernel is right."""
+    try:
+        CandidateRun(case, lambda _: indexer, torch.device("cpu"), 7).run()
+    except WrongResultError as error:
+        return str(error)
+    return ""
 
 
 def ragged_problem(case: RaggedCase, indexer: EmulatedRagged) -> str:

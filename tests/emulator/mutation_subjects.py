@@ -23,6 +23,7 @@ from topk_rows import Scores
 
 from dsagen.arch import arch as arch_row
 from dsagen.check.cache import allocate_cache
+from dsagen.check.candidate_cases import CandidateCase, Lists
 from dsagen.check.cases import DecodeCase, ExtraCase, Values
 from dsagen.check.index_cases import Action as IndexAction
 from dsagen.check.index_cases import IndexCacheCase
@@ -258,6 +259,12 @@ _RAGGED_CASES = (
 )
 
 
+_CANDIDATE_CASES = (
+    CandidateCase("mutants", LogitsCase("", 2, 3, 1500, 61, 12, lengths=Lengths.PER_REQUEST), 190),
+    CandidateCase("mutants.wild", LogitsCase("", 140, 1, 130, page_size=5, wild=True), 9, 16, Lists.WILD),
+)
+
+
 def _run_logits(kernel: Kernel, attempt: Attempt) -> str:
     variant = kernel.plan.variant
     axes = variant.arch, _LOGITS_HEADS, variant.axis_int("dim"), str(variant.axis("score")), str(variant.axis("keys"))
@@ -265,6 +272,10 @@ def _run_logits(kernel: Kernel, attempt: Attempt) -> str:
         case = _RAGGED_CASES[attempt.seed % 2]
         spec = indexer.ragged_spec(variant.arch, case.heads or 16, *axes[2:])
         return indexer.ragged_problem(case, indexer.EmulatedRagged(spec, kernel, attempt.seed, attempt.schedule))
+    if variant.kernel == "candidates":
+        listed = indexer.candidates_spec(variant.arch, *axes[2:])
+        subject_of_lists = indexer.EmulatedCandidates(listed, kernel, attempt.seed, attempt.schedule)
+        return indexer.candidates_problem(_CANDIDATE_CASES[attempt.seed % 2], subject_of_lists)
     subject = indexer.EmulatedIndexer(indexer.spec_of(*axes), kernel, attempt.seed, attempt.schedule)
     # Only the hopper body makes small tiles.
     cases = _LOGITS_CASES if variant.body == logits_hopper.BODY else _LOGITS_CASES[:2]
@@ -294,6 +305,7 @@ RUNNERS: dict[tuple[str, str], Runner] = {
     ("sparse_decode", "combine"): _run_combine,
     ("indexer_logits", "main"): _run_logits,
     ("indexer_logits", "ragged"): _run_logits,
+    ("indexer_logits", "candidates"): _run_logits,
     ("kv_cache", "write"): _run_caches,
     ("kv_cache", "read"): _run_caches,
     ("kv_cache", "convert"): _run_caches,

@@ -70,6 +70,10 @@ RAGGED_CORE = (
     r"ragged\.(contents\.special|window\.(beyond|edges\.compressed\.fill|many)|unscored\.150|place\.strided|shape\.heads24"
     r"|graph|alone)"
 )
+CANDIDATES_CORE = (
+    r"logits\.contents\..*|candidates\.(contents\.(special|large)|list\.(wild\.block16|many)|length\.beyond|place\.(strided|wild)"
+    r"|shape\.(heads24|slots9)|graph|alone)"
+)
 SMALL_GQA: Mapping[str, Any] = {"heads": 8, "kv_heads": 2}
 
 
@@ -132,6 +136,7 @@ SUITES = (
     Suite("index-sm_80", "v32_index_cache_h128", "sm_80", r"index\.(write\.[nmztls]|gather\.page5).*"),
     Suite("index-mxfp4-sm_90a", "v4_index_cache_h64", "sm_90a", r"index\.(write\.[nmztls]|.*page(1|64)\.pad).*"),
     Suite("ragged-sm_90a", "v32_indexer_ragged_h128", "sm_90a", RAGGED_CORE),
+    Suite("candidates-sm_90a", "v41_indexer_candidates_h64", "sm_90a", CANDIDATES_CORE),
     Suite(
         "logits-bf16-d64",
         "v32_indexer_h128",
@@ -171,10 +176,18 @@ def test_every_kind_of_the_quick_tier_runs() -> None:
         return {".".join(case.name.split(".")[: 1 if case.op == DecodeCase.op else 2]) for case in cases}
 
     ran = kinds(case for suite in SUITES for case in suite.cases())
-    assert ran | {"topk.repeated", "logits.repeated", "step.repeated", "ragged.repeated"} == kinds(
+    assert ran | {
+        "topk.repeated",
+        "logits.repeated",
+        "step.repeated",
+        "ragged.repeated",
+        "candidates.repeated",
+    } == kinds(
         c
         for suite in SUITES
-        if re.fullmatch(r"v32-sm_90a|v4-sm_90a|topk-bf16-sm_80|(logits|index|step|ragged)-sm_90a", suite.name)
+        if re.fullmatch(
+            r"v32-sm_90a|v4-sm_90a|topk-bf16-sm_80|(logits|index|step|ragged|candidates)-sm_90a", suite.name
+        )
         for c in cases_of(suite.load(), suite.arch, "quick")
     )
 

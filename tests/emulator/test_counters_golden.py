@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from dsagen.build import find_toolchain
+from dsagen.check.candidate_cases import CandidateCase
 from dsagen.check.cases import DecodeCase, ExtraCase
 from dsagen.check.index_cases import Action as IndexAction
 from dsagen.check.index_cases import IndexCacheCase
@@ -54,6 +55,7 @@ CASES: tuple[Case, ...] = (
     LogitsCase("golden", 2, 2, 1000, 64, lengths=Lengths.WHOLE),
     *(IndexCacheCase(f"golden.{action}", action) for action in IndexAction),
     RaggedCase("golden", 21, 1000, windows=RaggedWindows.PROMPTS),
+    CandidateCase("golden", LogitsCase("", 2, 2, 1000, 64), 120),
     *(KvCase(f"golden.{action}.{extra}", action, extra) for action in Action for extra in (False, True)),
 )
 
@@ -78,10 +80,13 @@ def fitted(case: Case, spec: DeploymentSpec) -> Case:
     return replace(case, topk=min(case.topk, spec.topk), extra=extra)
 
 
+_FORMS = {LogitsCase: "paged", RaggedCase: "ragged", CandidateCase: "candidates"}
+
+
 def reaches(spec: DeploymentSpec, case: Case) -> bool:
     """Whether the spec has what the case calls."""
-    if isinstance(case, LogitsCase | RaggedCase):
-        form = "paged" if isinstance(case, LogitsCase) else "ragged"
+    form = _FORMS.get(type(case))
+    if form is not None:
         return spec.index is not None and case.op in spec.ops and form in spec.index.forms
     if not isinstance(case, KvCase):
         return case.op in spec.ops

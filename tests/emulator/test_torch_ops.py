@@ -73,6 +73,11 @@ def indexer(store: None) -> dsagen.Kernels:
     return load("v4_indexer_h64")
 
 
+@pytest.fixture(scope="module")
+def candidates(store: None) -> dsagen.Kernels:
+    return load("v41_indexer_candidates_h64")
+
+
 @pytest.fixture
 def all_kernels(
     decode: dsagen.Kernels,
@@ -81,8 +86,10 @@ def all_kernels(
     v41: dsagen.Kernels,
     index: dsagen.Kernels,
     indexer: dsagen.Kernels,
+    candidates: dsagen.Kernels,
 ) -> dict[str, dsagen.Kernels]:
-    return {"decode": decode, "select": select, "caches": caches, "v41": v41, "index": index, "indexer": indexer}
+    found = {"decode": decode, "select": select, "caches": caches, "v41": v41, "index": index, "indexer": indexer}
+    return {**found, "candidates": candidates}
 
 
 def q(batch: int = 2) -> Tensor:
@@ -154,6 +161,13 @@ def ragged_call(tokens: int = 2) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
     return tensors, {"q_scales": ones(tokens, 64), "fill_neg_inf": True}
 
 
+def candidates_call() -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    (_, pool_of_keys, _, seen, table), _ = logits_call()
+    blocks = torch.tensor([[1, -1, 0], [3, 0, -1]], dtype=torch.int32)
+    tensors = (fp4(2, 1, 32, 64), pool_of_keys, torch.randn(2, 32), seen, table, blocks)
+    return tensors, {"q_scales": ones(2, 1, 32)}
+
+
 def with_handle(
     made: tuple[tuple[Tensor, ...], dict[str, Any]], handle: str, **more: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -182,6 +196,11 @@ CALLS: dict[str, tuple[str, Callable[[str], tuple[tuple[Any, ...], dict[str, Any
     "indexer_logits_ragged_out": (
         "indexer",
         lambda h: with_handle(ragged_call(), h, out=torch.zeros(2, 32), max_window=32),
+    ),
+    "indexer_logits_candidates": ("candidates", lambda h: with_handle(candidates_call(), h)),
+    "indexer_logits_candidates_out": (
+        "candidates",
+        lambda h: with_handle(candidates_call(), h, out=torch.zeros(2, 48), block_size=16),
     ),
     "kv_write": ("caches", lambda h: ((rows(3), pool(), lengths(5, -1, 40), h), {})),
     "kv_read": ("caches", lambda h: ((pool(), h), {"slots": lengths(5, -1, 40)})),

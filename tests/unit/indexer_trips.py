@@ -233,4 +233,27 @@ INDEXER_TRIPS = {
         {"window": 64},
         {"token": 4, "count": 5},
     ),
+    "IL-30": (
+        {"block_size": 12},
+        "[IL-30] block_size: 12 keys of a candidate block, 8 and 16 are built: pass one of them",
+        "(block_size == 8 || block_size == 16)",
+        {"block_size": 16},
+        {},
+    ),
+    "IL-31": (
+        {"slots": 2**28, "block_size": 8},
+        "[IL-31] candidate_blocks: 268435456 slots of 8 keys are more than the 2147483583 columns that tiles reach: "
+        "pass fewer",
+        "(slots * block_size) <= 2147483583",
+        {"slots": 2**28 - 9},
+        {},
+    ),
+    "IL-32": (
+        {"block": 40, "blocks": 40},
+        "[IL-32] candidate_blocks[3, 1] = 40: a row of block_table names 40 blocks of 8 keys, so entries are below 40, "
+        "or negative for none (2 past it)",
+        "block < blocks",
+        {"block": 39},
+        {"row": 3, "slot": 1, "block_size": 8, "count": 2},
+    ),
 }

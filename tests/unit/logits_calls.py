@@ -2,7 +2,7 @@
 
 import torch
 
-INDEXER, MX = "v32_indexer_h128", "v4_indexer_h64"
+INDEXER, MX, CANDIDATES = "v32_indexer_h128", "v4_indexer_h64", "v41_indexer_candidates_h64"
 _BATCH, _TOKENS, _HEADS = 2, 2, 64
 
 
@@ -45,4 +45,17 @@ def ragged_tensors():
         "ends": _ints(4),
         "q_scales": _ints(4, _HEADS),
         "out": torch.zeros(4, 40),
+    }
+
+
+def candidate_tensors_of_pages():
+    """Of keys in candidate blocks, for CANDIDATES."""
+    rows = _BATCH * _TOKENS
+    return {
+        **logits_tensors(),
+        "q": _codes(_BATCH, _TOKENS, 32, 64),
+        "weights": torch.zeros(rows, 32),
+        "q_scales": _ints(_BATCH, _TOKENS, 32),
+        "candidate_blocks": _ints(rows, 5),
+        "out": torch.zeros(rows, 40),
     }

@@ -18,6 +18,7 @@ from dsagen.families.indexer_logits.geometry import DIMS, preferred_geometry, sm
 from dsagen.families.indexer_logits.guards import PLAN_GUARDS
 from dsagen.families.indexer_logits.op import (
     LogitsShape,
+    Partition,
     RaggedShape,
     floor_seconds,
     partition_of,
@@ -74,7 +75,10 @@ def test_one_op_of_several_keeps_what_it_reads() -> None:
             "the nearest is 128",
         ),
         (YAML + "index: {forms: ragged}\n", "f.yaml:5: index.forms = 'ragged': must be a list: write [ragged]"),
-        (YAML + "index: {forms: [rows]}\n", "f.yaml:5: index.forms[0] = 'rows': is not allowed: must be 'paged' or"),
+        (
+            YAML + "index: {forms: [rows]}\n",
+            "f.yaml:5: index.forms[0] = 'rows': is not allowed: must be 'paged', 'ragged' or",
+        ),
         (YAML + "index: {forms: [paged, paged]}\n", "f.yaml:5: index.forms = 'paged': is listed twice"),
         (YAML + "index: {forms: []}\n", "f.yaml:5: index.forms = []: must list at least one"),
         (YAML + "index: {dim: 96}\n", "f.yaml:5: index.dim = 96: is not allowed: must be 32, 64 or 128"),
@@ -196,8 +200,16 @@ def test_a_spec_has_a_kernel_for_each_form_of_keys() -> None:
 
     assert kernels() == kernels(forms=["paged"]) == ["main"]
     assert kernels(forms=["ragged", "paged"]) == ["ragged", "main"]
+    assert kernels(forms=["candidates"]) == ["candidates"]
     spec = load_spec({**SPEC, "index": {"forms": ["ragged"], "keys": "mxfp4"}})
     assert parse_spec(spec.to_yaml()) == spec
+
+
+def test_tokens_with_lists_of_their_own_share_no_pass() -> None:
+    plan, shape = plan_of(index={"forms": ["candidates"], "heads": 32}), LogitsShape(16, 2, 16384, 32)
+    assert partition_of(plan, shape, 132) == Partition(1, 2, 8192, 264)
+    moved = 32 * 16384 * (132 + 4)
+    assert floor_seconds(plan, shape, arch("sm_90a")) == pytest.approx(moved / 4.53e12)
 
 
 @pytest.mark.parametrize(

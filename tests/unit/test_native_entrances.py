@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 from fake_driver import FakeDriver
-from logits_calls import MX
+from logits_calls import CANDIDATES, MX
 from native_driver import COMPILER, NativeFakeDriver, recording_cuda
 from test_native_launcher import (
     BATCH,
@@ -53,7 +53,7 @@ def entered(monkeypatch):
         (DecodeOps, ["decode_with_shared_plan"]), (TopkOps, ["topk"]),
         (CacheOps, ["kv_write", "kv_read", "kv_convert"]),
         (IndexCacheOps, ["index_write", "index_gather"]),
-        (IndexerOps, ["indexer_logits", "indexer_logits_ragged"]),
+        (IndexerOps, ["indexer_logits", "indexer_logits_ragged", "indexer_logits_candidates"]),
     ):  # fmt: skip
         for name in names:
             monkeypatch.setattr(part, name, _noted(getattr(part, name), found))
@@ -94,6 +94,8 @@ CASES = {
     "indexer_logits_ragged": (MX, 200, given("ragged", "out"), plain()),
     "indexer_logits_ragged compressed": (MX, 200, given("ragged", "out"), plain(max_window=20, unscored_up_to=1)),
     "indexer_logits_ragged_out": (MX, 200, given("ragged"), plain(fill_neg_inf=True)),
+    "indexer_logits_candidates": (CANDIDATES, 200, given("listed", "out"), plain()),
+    "indexer_logits_candidates_out": (CANDIDATES, 200, given("listed"), plain()),
     "kv_write": (CACHE, 40, given("write parts"), plain()),
     "kv_read": (CACHE, 40, given("read", "out"), plain()),
     "kv_read table": (CACHE, 40, given("read table", "out"), plain(rows=9)),

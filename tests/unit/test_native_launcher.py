@@ -10,10 +10,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import logits_calls as scored
 import pytest
 import torch
 from fake_driver import GOOD, FakeDriver, fake_cubins
-from logits_calls import INDEXER, MX, fp8_logits_tensors, logits_tensors, ragged_tensors
 from native_driver import COMPILER, CONTEXT, NativeFakeDriver
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -171,9 +171,10 @@ CALLS = {
     "topk planned": (TOPK_SPEC, 60, topk_tensors(500), topk_planned(500)),
     "topk split": (TOPK_SPEC, 60, topk_tensors(300_000), topk_planned(300_000)),
     "topk candidates": (TOPK_SPEC, 60, candidate_tensors, candidates),
-    "logits": (MX, 200, logits_tensors, op("indexer_logits", unscored_up_to=7, fill_neg_inf=True)),
-    "logits plain": (INDEXER, 200, fp8_logits_tensors, op("indexer_logits", max_seq_len=40)),
-    "ragged": (MX, 200, ragged_tensors, op("indexer_logits_ragged", fill_neg_inf=True)),
+    "logits": (scored.MX, 200, scored.logits_tensors, op("indexer_logits", unscored_up_to=7, fill_neg_inf=True)),
+    "logits plain": (scored.INDEXER, 200, scored.fp8_logits_tensors, op("indexer_logits", max_seq_len=40)),
+    "listed": (scored.CANDIDATES, 200, scored.candidate_tensors_of_pages, op("indexer_logits_candidates")),
+    "ragged": (scored.MX, 200, scored.ragged_tensors, op("indexer_logits_ragged", fill_neg_inf=True)),
     "write": (CACHE, 40, lambda: {"rows": torch.zeros(4, 576).bfloat16(), "k_cache": cache(), "slots": ints(4)},
               op("kv_write")),
     "write parts": (CACHE, 40, lambda: {"rows": torch.zeros(4, 512).bfloat16(), "k_pe": torch.zeros(4, 64).bfloat16(),
@@ -252,8 +253,7 @@ def test_calls_without_plan_and_outputs_are_repeated_too(name, run, monkeypatch)
 
 @pytest.mark.parametrize("name", ["decode", "topk", "read"])
 def test_outputs_that_cannot_be_had_leave_the_call_to_the_checks(name, monkeypatch):
-    spec, registers, *_ = CALLS[name]
-    _, kernels = make(NativeFakeDriver, spec, registers)
+    _, kernels = make(NativeFakeDriver, *CALLS[name][:2])
     tensors = without_out(name, ("out", "lse", "raw", "counts"))()
     call = {"decode": kernels.sparse_decode, "topk": partial(kernels.topk, k=64, page_size=61), "read": kernels.kv_read}
     call[name](**tensors)
@@ -269,8 +269,8 @@ def test_outputs_that_cannot_be_had_leave_the_call_to_the_checks(name, monkeypat
 
 def test_every_op_is_among_those_that_are_compared():
     ops = "sparse_decode topk indexer_logits indexer_logits_ragged kv_write kv_read kv_convert index_write index_gather"
-    assert {name.removesuffix("_out") for name in SCHEMAS} == set(ops.split())
-    kinds = "decode topk logits ragged write read convert index"
+    assert {name.removesuffix("_out") for name in SCHEMAS} == {*ops.split(), "indexer_logits_candidates"}
+    kinds = "decode topk logits ragged listed write read convert index"
     assert {name.split()[0] for name in CALLS} == set(kinds.split())
 
 

@@ -11,6 +11,7 @@ from dsagen.families.indexer_logits import hopper
 from dsagen.families.indexer_logits.geometry import (
     CODES_CPP,
     MOST_HEADS,
+    PLACES_CPP,
     REGISTERS,
     SCORE_CPP,
     Geometry,
@@ -18,7 +19,7 @@ from dsagen.families.indexer_logits.geometry import (
     smem_fields,
 )
 from dsagen.families.indexer_logits.guards import LAUNCH_GUARDS, PLAN_GUARDS, WARPGROUP_GUARDS
-from dsagen.families.indexer_logits.op import PAGED, RAGGED, ROLES
+from dsagen.families.indexer_logits.op import FORMS, PAGED, ROLES
 from dsagen.families.indexer_logits.params import params_of
 from dsagen.family import Cell
 from dsagen.guard import Guard, check
@@ -42,7 +43,7 @@ _C_NAMES = {
 
 
 class IndexerLogits:
-    """Logits of the indexer over keys in pages or in one piece."""
+    """Logits of the indexer over keys in pages, in one piece or in candidate blocks."""
 
     name = NAME
     ops: tuple[str, ...] = ("indexer_logits",)
@@ -86,8 +87,8 @@ def plan_main(variant: Variant, geometry: Geometry | None = None) -> KernelPlan:
     """The portable kernel's plan; `geometry` overrides the preferred one (for tests and for measuring others)."""
     arch, record = arch_row(variant.arch), index_format(str(variant.axis("keys")))
     g = geometry or preferred_geometry(variant.axis_int("dim"), arch, record)
-    ragged = variant.kernel == RAGGED
-    (fields, smem_bytes), (params, params_bytes) = smem_fields(g), lay_out_params(params_of(record, ragged=ragged))
+    form = FORMS[variant.kernel]
+    (fields, smem_bytes), (params, params_bytes) = smem_fields(g), lay_out_params(params_of(record, form))
     values = {
         "smem_bytes": smem_bytes,
         "smem_optin_bytes": arch.smem_optin_bytes,
@@ -103,7 +104,7 @@ def plan_main(variant: Variant, geometry: Geometry | None = None) -> KernelPlan:
     }
     check(PLAN_GUARDS, values, variant.slug)
     body = "indexer_logits::MmaSync<Constants, SharedStorage, Codes, Score, Places, Params>"
-    places = "ContiguousKeys" if ragged else "PagedKeys"
+    places, places_header = PLACES_CPP[form]
     return KernelPlan(
         variant=variant,
         constants=(
@@ -118,7 +119,7 @@ def plan_main(variant: Variant, geometry: Geometry | None = None) -> KernelPlan:
         ),
         types=(
             TypeAlias("Codes", CODES_CPP[record.format_id], "indexer_logits/codes.cuh"),
-            TypeAlias("Places", f"indexer_logits::{places}<Constants, Params>", "indexer_logits/key_places.cuh"),
+            TypeAlias("Places", f"indexer_logits::{places}<Constants, Params>", f"indexer_logits/{places_header}"),
             TypeAlias("Score", SCORE_CPP[str(variant.axis("score"))], "indexer_logits/store.cuh"),
             TypeAlias("Body", body, "indexer_logits/mma_sync.cuh"),
         ),

@@ -16,6 +16,12 @@ CODES_CPP: Mapping[str, str] = {
     "mxfp4": "indexer_logits::Mxfp4Codes",
 }
 SCORE_CPP: Mapping[str, str] = {"fp32": "indexer_logits::Fp32Score", "bf16": "indexer_logits::Bf16Score"}
+# Where kernels for keys in a form find them, and the header that has it.
+PLACES_CPP: Mapping[str, tuple[str, str]] = {
+    "paged": ("PagedKeys", "key_places.cuh"),
+    "ragged": ("ContiguousKeys", "key_places.cuh"),
+    "candidates": ("CandidateKeys", "candidates.cuh"),
+}
 DIMS = (32, 64, 128)
 MOST_HEADS = 128
 HEAD_STEP = 8

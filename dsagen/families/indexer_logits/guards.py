@@ -223,6 +223,27 @@ WINDOW_WIDTH_GUARD = Guard(
     "starts, ends: token {token} sees {window} keys, more than the {width} of max_window ({count} tokens do): pass a "
     "larger max_window",
 )
+BLOCK_SIZE_GUARD = Guard(
+    "IL-30",
+    "launch",
+    "block_size == 8 or block_size == 16",
+    "block_size: {block_size} keys of a candidate block, 8 and 16 are built: pass one of them",
+)
+SLOTS_GUARD = Guard(
+    "IL-31",
+    "launch",
+    "slots * block_size <= 2147483583",
+    "candidate_blocks: {slots} slots of {block_size} keys are more than the 2147483583 columns that tiles reach: pass "
+    "fewer",
+)
+# Of values on the device, as IL-14.
+BLOCK_GUARD = Guard(
+    "IL-32",
+    "launch",
+    "block < blocks",
+    "candidate_blocks[{row}, {slot}] = {block}: a row of block_table names {blocks} blocks of {block_size} keys, so "
+    "entries are below {blocks}, or negative for none ({count} past it)",
+)
 LAUNCH_GUARDS: tuple[Guard, ...] = (
     TOKENS_GUARD,
     WIDTH_GUARD,
@@ -241,7 +262,13 @@ LAUNCH_GUARDS: tuple[Guard, ...] = (
     RAGGED_STRIDES_GUARD,
     WINDOW_GUARD,
     WINDOW_WIDTH_GUARD,
+    BLOCK_SIZE_GUARD,
+    SLOTS_GUARD,
+    BLOCK_GUARD,
 )
 # Those of them that only calls over keys in one piece are held to, and those that they share with the others.
 RAGGED_ONLY = frozenset(f"IL-{number}" for number in range(20, 29))
 SHARED_GUARDS = frozenset(("IL-13", "IL-16"))
+# Those that only calls over candidate blocks are held to, and those of paged calls that these are not.
+CANDIDATES_ONLY = frozenset(("IL-30", "IL-31", "IL-32"))
+NOT_OF_CANDIDATES = frozenset(("IL-06", "IL-13"))

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 from dsagen.arch import Arch
 from dsagen.families.indexer_logits.guards import (
+    CANDIDATES_ONLY,
     KEY_COUNT_GUARD,
     LAUNCH_GUARDS,
+    NOT_OF_CANDIDATES,
     RAGGED_ONLY,
     RAGGED_TILES_GUARD,
     RAGGED_TOKENS_GUARD,
@@ -24,10 +26,13 @@ from dsagen.plan import KernelPlan
 
 SIZE_GUARDS = (TOKENS_GUARD, WIDTH_GUARD, TILES_GUARD)
 RAGGED_SIZE_GUARDS = (RAGGED_TOKENS_GUARD, KEY_COUNT_GUARD, RAGGED_TILES_GUARD)
-# The kernel for keys in pages, and the one for keys in one piece.
-PAGED, RAGGED = "main", "ragged"
-# Kernels by the form that keys have.
-ROLES: Mapping[str, str] = {"paged": PAGED, "ragged": RAGGED}
+# The kernels for keys in pages, in one piece, and in candidate blocks of pages.
+PAGED, RAGGED, CANDIDATES = "main", "ragged", "candidates"
+# Kernels by the form that keys have, and forms by kernel.
+ROLES: Mapping[str, str] = {"paged": PAGED, "ragged": RAGGED, "candidates": CANDIDATES}
+FORMS: Mapping[str, str] = {role: form for form, role in ROLES.items()}
+# Keys of a candidate block.
+BLOCK_SIZES = (8, 16)
 SCORE_BYTES = {"fp32": 4, "bf16": 2}
 
 
@@ -66,8 +71,12 @@ class Partition:
 
 
 def partition_of(plan: KernelPlan, shape: LogitsShape, sm_count: int) -> Partition:
-    """The partition of a call. It depends on no length: blocks find their tiles on the device."""
-    unit_tokens = max(1, min(shape.next_n, plan.constant("kQueryRows") // shape.heads))
+    """The partition of a call. It depends on no length: blocks find their tiles on the device.
+
+    A list of candidate blocks is one token's, so there tokens share no pass.
+    """
+    shared = 1 if plan.variant.kernel == CANDIDATES else plan.constant("kQueryRows") // shape.heads
+    unit_tokens = max(1, min(shape.next_n, shared))
     unit_count = -(-shape.next_n // unit_tokens)
     tiles, most_tiles = (shape.batch * unit_count * -(-shape.width // size) for size in tile_sizes(plan))
     return Partition(unit_tokens, unit_count, tiles, max(1, min(most_tiles, sm_count * plan.min_blocks_per_sm)))
@@ -104,15 +113,16 @@ def size_values(plan: KernelPlan, shape: LogitsShape, sm_count: int) -> dict[str
 def floor_seconds(plan: KernelPlan, shape: LogitsShape, arch: Arch) -> float | None:
     """The larger of matrix and memory time with all keys in their windows; None for an arch without measured device.
 
-    A key is read once a request and a score written once a token, at the read rate; products run at the bf16 rate, and
-    those of e4m3 operands at twice that.
+    A key is read once a request, of candidate blocks once a token, and a score written once a token, at the read rate;
+    products run at the bf16 rate, and those of e4m3 operands at twice that.
     """
     figures = next(iter(arch.figures), None)
     if figures is None:
         return None
     dim = plan.constant("kDim")
     record = index_format(str(plan.variant.axis("keys")))
-    keys_bytes = shape.batch * shape.width * record.record_bytes(dim)
+    reads = shape.tokens if plan.variant.kernel == CANDIDATES else shape.batch
+    keys_bytes = reads * shape.width * record.record_bytes(dim)
     scores_bytes = shape.tokens * shape.width * SCORE_BYTES[str(plan.variant.axis("score"))]
     flops = 2.0 * shape.tokens * shape.width * shape.heads * dim
     memory = (keys_bytes + scores_bytes) / figures.dram_read_bytes_per_second
@@ -120,13 +130,20 @@ def floor_seconds(plan: KernelPlan, shape: LogitsShape, arch: Arch) -> float | N
 
 
 def explain_call(plan: KernelPlan, shape: LogitsShape, sm_count: int, arch: Arch) -> str:
-    """The partition of a call, its floor and what is checked, for people."""
+    """The partition of a call, its floor and what is checked, for people.
+
+    Of candidate blocks `shape.width` are the columns of scores: slots times keys of a block.
+    """
+    listed = plan.variant.kernel == CANDIDATES
+    keys = f"{shape.width} keys in candidate blocks" if listed else f"up to {shape.width} keys"
+    not_of_form = RAGGED_ONLY | (NOT_OF_CANDIDATES if listed else CANDIDATES_ONLY)
+    sizes = [guard for guard in SIZE_GUARDS if guard.guard_id not in not_of_form]
     lines = [
-        f"shape: {shape.batch} requests of {shape.next_n} tokens, {shape.heads} heads, up to {shape.width} keys",
+        f"shape: {shape.batch} requests of {shape.next_n} tokens, {shape.heads} heads, {keys}",
         f"kernel: {plan.slug}",
-        *_judged(SIZE_GUARDS, size_values(plan, shape, sm_count)),
+        *_judged(sizes, size_values(plan, shape, sm_count)),
     ]
-    rest = [guard for guard in LAUNCH_GUARDS if guard not in SIZE_GUARDS and guard.guard_id not in RAGGED_ONLY]
+    rest = [guard for guard in LAUNCH_GUARDS if guard not in SIZE_GUARDS and guard.guard_id not in not_of_form]
     lines += ["checked on the arguments of each call:", *(f"  [{g.guard_id}] {g.expression}" for g in rest)]
     part = partition_of(plan, shape, sm_count)
     lines.append(f"units: {part.unit_count} a request, {part.unit_tokens} tokens share a pass over its keys")
@@ -185,7 +202,7 @@ def ragged_floor_seconds(plan: KernelPlan, shape: RaggedShape, arch: Arch) -> fl
     return max(memory, flops / figures.bf16_flops_per_second)
 
 
-def _judged(guards: tuple[Guard, ...], values: Mapping[str, int]) -> list[str]:
+def _judged(guards: Iterable[Guard], values: Mapping[str, int]) -> list[str]:
     lines = ["sizes:"]
     for guard in guards:
         read = "  ".join(f"{name}={values[name]}" for name in guard.names)

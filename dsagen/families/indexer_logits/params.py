@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from dsagen.index_format import IndexFormat
 from dsagen.plan import ParamField
 
@@ -21,7 +23,7 @@ _LAST = (
 )
 _WIDE = "1: rows of codes start at multiples of 16 bytes; 0: of 4"
 
-PAGED_PARAMS: tuple[ParamField, ...] = (
+_PAGED: tuple[ParamField, ...] = (
     ParamField("q", "pointer", "codes [batch, next_n, heads, bytes of dim], last dim contiguous", "const u8"),
     ParamField("q_stride_b", "i64", "bytes between requests"),
     ParamField("q_stride_n", "i64", "bytes between tokens of a request"),
@@ -47,7 +49,14 @@ PAGED_PARAMS: tuple[ParamField, ...] = (
     ParamField("next_n", "i32", "tokens of a request"),
     *_CALL,
     ParamField("unit_count", "i32", "passes over the keys of a request: ceil(next_n / unit_tokens)"),
-    *_LAST,
+)
+PAGED_PARAMS = (*_PAGED, *_LAST)
+CANDIDATE_PARAMS = (
+    *_PAGED,
+    ParamField("candidates", "pointer", "int32 [tokens, slots] numbers of blocks, negative for none", "const i32"),
+    ParamField("candidate_stride", "i64", "distance between rows of candidates"),
+    ParamField("block_shift", "u32", "log2 of the keys of a block"),
+    ParamField("blocks", "u32", "blocks of the grid"),
 )
 PAGED_SCALE_PARAMS: tuple[ParamField, ...] = (
     ParamField("q_scales", "pointer", "words of ue8m0 [batch, next_n, heads], last dim contiguous", "const u32"),
@@ -83,8 +92,14 @@ RAGGED_SCALE_PARAMS: tuple[ParamField, ...] = (
 )
 
 
-def params_of(record: IndexFormat, *, ragged: bool) -> tuple[ParamField, ...]:
-    """The block of a kernel, which has scales of q where keys have several."""
-    if ragged:
-        return (*RAGGED_PARAMS, *(RAGGED_SCALE_PARAMS if record.is_block_scaled else ()))
-    return (*PAGED_PARAMS, *(PAGED_SCALE_PARAMS if record.is_block_scaled else ()))
+_BY_FORM: Mapping[str, tuple[tuple[ParamField, ...], tuple[ParamField, ...]]] = {
+    "paged": (PAGED_PARAMS, PAGED_SCALE_PARAMS),
+    "ragged": (RAGGED_PARAMS, RAGGED_SCALE_PARAMS),
+    "candidates": (CANDIDATE_PARAMS, PAGED_SCALE_PARAMS),
+}
+
+
+def params_of(record: IndexFormat, form: str) -> tuple[ParamField, ...]:
+    """The block of a kernel for keys in that form, which has scales of q where keys have several."""
+    params, scales = _BY_FORM[form]
+    return (*params, *(scales if record.is_block_scaled else ()))

@@ -115,6 +115,51 @@ def logits_reference(
     return scores.masked_fill(~scored, -torch.inf).flatten(0, 1), scored.flatten(0, 1)
 
 
+def block_scores_reference(scores: Tensor, limits: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+    """(scores of blocks [tokens, ceil(width / block_size)], how many a token sees, int32 [tokens]).
+
+    From scores [tokens, width] of the keys below limits int64 [tokens], of which each token sees as many as its limit.
+    The score of a block is its largest key's; the block of the newest key gets +inf, so that a selection takes it.
+    """
+    width = scores.shape[1]
+    column = torch.arange(width, device=scores.device)
+    seen = scores.masked_fill(column >= limits[:, None], -torch.inf)
+    padded = torch.nn.functional.pad(seen, (0, -width % block_size), value=-torch.inf)
+    of_blocks = padded.reshape(len(scores), -1, block_size).amax(2)
+    counts = (limits + block_size - 1) // block_size
+    newest = torch.arange(of_blocks.shape[1], device=scores.device) == counts[:, None] - 1
+    return of_blocks.masked_fill(newest, torch.inf), counts.to(torch.int32)
+
+
+def candidates_reference(
+    q: Tensor,
+    k_cache: Tensor,
+    weights: Tensor,
+    context_lens: Tensor,
+    block_table: Tensor,
+    candidate_blocks: Tensor,
+    record: IndexFormat,
+    block_size: int,
+    *,
+    q_scales: Tensor | None = None,
+) -> Tensor:
+    """Scores fp64 [batch * next_n, slots * block_size] of the keys in candidate_blocks [batch * next_n, slots].
+
+    Column s * block_size + i is key candidate_blocks[t, s] * block_size + i; -inf where the slot is negative, and where
+    the token does not see the key.
+    """
+    width = block_table.shape[1] * k_cache.shape[1]
+    given = (q, k_cache, weights, context_lens, block_table, record, width)
+    every, seen = logits_reference(*given, q_scales=q_scales)
+    inside = torch.arange(block_size, device=q.device)
+    key = (candidate_blocks.long().unsqueeze(-1) * block_size + inside).flatten(1)
+    there = (key >= 0) & (key < width)
+    if width == 0:
+        return torch.full(key.shape, -torch.inf, dtype=torch.float64, device=q.device)
+    place = torch.where(there, key, 0)
+    return torch.where(there & seen.gather(1, place), every.gather(1, place), -torch.inf)
+
+
 def scores_of(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
     """fp64 [tokens, keys] sums over heads of fp64 [tokens, heads, dim], [tokens, heads] and [keys, dim].
 
