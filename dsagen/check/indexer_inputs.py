@@ -144,8 +144,8 @@ def _pool(
         scales = scales_of(case.contents, record, count, dim, generator).view(torch.uint8).view(count, 4)
         scale_at = start + record.scale_byte(dim, page_size, 0) + SCALE_WORD_BYTES * offset
         flat[scale_at[:, None] + torch.arange(SCALE_WORD_BYTES, device=device)] = scales
-        if case.wild and taken:
-            wide[request, torch.arange(request % 3, taken, 3, device=device)] = (-1, pages, 2**31 - 1)[request % 3]
+        if case.wild:
+            wide[request, request % 3 : taken : 3] = (-1, pages, 2**31 - 1)[request % 3]
     shape = (pages, page_size, 1, record_bytes)
     return pool.as_strided(shape, (stride, record_bytes, record_bytes, 1)), wide
 

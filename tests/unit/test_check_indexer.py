@@ -195,6 +195,12 @@ def test_what_no_token_sees_is_nan():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a device")
+def test_requests_of_fewer_pages_than_are_skipped_have_no_wild_ones():
+    case, index = LogitsCase("logits.x", 3, 1, 3, page_size=5, lengths=Lengths.WHOLE, wild=True), load_spec(SPEC).index
+    table = make_inputs(case, index_format("fp8"), index, torch.Generator().manual_seed(1)).block_table[:, 0]
+    assert table[0] == -1 and int(table[1:].min()) >= 0 and int(table.max()) < 9
+
+
 def test_a_spec_of_both_ops_is_checked_op_by_op():
     report = run_check(load_spec({**SPEC, "ops": ["topk", "indexer_logits"], "scores": "bf16"}), seed=1)
     assert report.of_op("indexer_logits").count("not_run") == len(logits_cases("quick", True))

@@ -127,7 +127,7 @@ def plan_hopper(variant: Variant, geometry: HopperGeometry | None = None) -> Ker
     """The kernel's plan; `geometry` overrides the preferred one (for tests and for measuring others)."""
     arch, record = arch_row(variant.arch), index_format(str(variant.axis("keys")))
     g = geometry or preferred_geometry(variant.axis_int("dim"), variant.axis_int("heads"), arch)
-    (fields, smem_bytes), (params, params_bytes) = smem_fields(g), lay_out_params(params_of(record, ragged=False))
+    (fields, smem_bytes), (params, params_bytes) = smem_fields(g), lay_out_params(params_of(record, "paged"))
     values = {
         "smem_bytes": smem_bytes,
         "smem_optin_bytes": arch.smem_optin_bytes,

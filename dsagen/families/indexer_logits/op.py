@@ -147,9 +147,9 @@ def explain_call(plan: KernelPlan, shape: LogitsShape, sm_count: int, arch: Arch
     lines += ["checked on the arguments of each call:", *(f"  [{g.guard_id}] {g.expression}" for g in rest)]
     part = partition_of(plan, shape, sm_count)
     lines.append(f"units: {part.unit_count} a request, {part.unit_tokens} tokens share a pass over its keys")
-    keys, least = tile_sizes(plan)
-    smaller = f", smaller ones down to {least} where there are few" if least < keys else ""
-    lines.append(f"grid: {part.blocks} CTAs share up to {part.tiles} tiles of {keys} keys{smaller}")
+    tile_keys, least = tile_sizes(plan)
+    smaller = f", smaller ones down to {least} where there are few" if least < tile_keys else ""
+    lines.append(f"grid: {part.blocks} CTAs share up to {part.tiles} tiles of {tile_keys} keys{smaller}")
     wide = f"bulk, one a page of a warp's {WARP_KEYS} keys," if sums_e4m3(plan) else "16 B"
     lines.append(f"copies: {wide} where pages start at multiples of 16 B, else 4 B")
     seconds = floor_seconds(plan, shape, arch)
