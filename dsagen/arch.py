@@ -34,6 +34,11 @@ class DeviceFigures:
     dram_read_bytes_per_second: float
     bf16_flops_per_second: float
 
+    @property
+    def e4m3_flops_per_second(self) -> float:
+        """Of warpgroup products of e4m3 operands, which take half the time of those of 16 bits."""
+        return 2.0 * self.bf16_flops_per_second
+
 
 @dataclass(frozen=True)
 class Arch:

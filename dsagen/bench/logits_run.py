@@ -18,18 +18,18 @@ from dsagen.bench.logits_data import LogitsBenchCase, LogitsBenchInputs, logits_
 from dsagen.bench.logits_figures import LogitsFigures
 from dsagen.bench.logits_peers import LOGITS_PEERS, LogitsCall, LogitsPeer
 from dsagen.bench.timing import Timing, eager_cost_us, graph_time_us, input_sets_for
-from dsagen.check.indexer_run import magnitudes_of_codes
+from dsagen.check.indexer_cases import Contents
+from dsagen.check.scores_run import SHORT_SUM_ERRORS, SUM_ERROR, differs_more, has_short_sums, magnitudes_of_codes
 from dsagen.errors import CheckFailed
 from dsagen.families.indexer_logits.reference import logits_reference, ragged_reference
+from dsagen.matrix import expand
 from dsagen.spec import DeploymentSpec
 
 MOST_SETS = 24
 # Requests, or tokens of a ragged call, that are compared with the reference.
 VERIFIED = 4
-# Errors in units of the sum of magnitudes: of fp32 sums, and of those of products that others sum in fewer bits.
-OUR_ERROR, PEER_ERROR = 2.0**-18, 2.0**-9
-# wgmma of e4m3 has twice the rate of 16-bit operands.
-_E4M3_RATE = 2.0
+# Peers sum products of e4m3 operands in fewer bits than fp32 has; the codes that are drawn have every magnitude.
+_SHORT_ERROR = SHORT_SUM_ERRORS[Contents.LARGE]
 
 
 class _Kept:
@@ -83,13 +83,14 @@ def sweep_logits(
 
 def measure_logits(kernels: Any, case: LogitsBenchCase, inputs: Sequence[LogitsBenchInputs]) -> LogitsFigures:
     """Time one case. CheckFailed when any of the timed results is wrong."""
+    properties = torch.cuda.get_device_properties(kernels.device)
+    arch = arch_for_capability(properties.major, properties.minor)
     calls = our_calls(kernels, case, inputs)
-    timing, problem = timed_and_verified(case, inputs, calls, OUR_ERROR)
+    error = _SHORT_ERROR if has_short_sums(expand(kernels.spec, (arch.name,))) else SUM_ERROR
+    timing, problem = timed_and_verified(case, inputs, calls, error)
     if problem:
         raise CheckFailed(f"{kernels.spec.name}: {case}: {problem}")
     issue_us, wall_us = eager_cost_us(calls)
-    properties = torch.cuda.get_device_properties(kernels.device)
-    arch = arch_for_capability(properties.major, properties.minor)
     ceilings = figures_of(properties.name, arch)
     return LogitsFigures(
         spec=kernels.spec.name,
@@ -113,7 +114,7 @@ def measure_logits_peer(peer: LogitsPeer, case: LogitsBenchCase, inputs: Sequenc
         return PeerFigure(peer.name, peer.name, "", None, reason)
     try:
         calls, version = peer.bind(case, inputs), peer.version
-        timing, problem = timed_and_verified(case, inputs, calls, PEER_ERROR)
+        timing, problem = timed_and_verified(case, inputs, calls, _SHORT_ERROR)
     except Exception as error:
         return PeerFigure(peer.name, peer.name, "", None, f"failed: {type(error).__name__}: {error}")
     gpu_us = None if problem else timing.median_us
@@ -145,8 +146,8 @@ def scores_problem(case: LogitsBenchCase, item: LogitsBenchInputs, scores: Tenso
             else slice(number, number + 1)
         )
         want, scored, size = _expected(case, item, number)
-        found = scores[rows, : want.shape[1]].double()
-        bad = scored & ~((found - want).abs() <= error * size)
+        found = scores[rows, : want.shape[1]]
+        bad = scored & differs_more(found, want, size, error)
         if bool(bad.any()):
             row, column = bad.nonzero()[0].tolist()
             value, expected = float(found[row, column]), float(want[row, column])
@@ -211,4 +212,4 @@ def our_calls(kernels: Any, case: LogitsBenchCase, inputs: Sequence[LogitsBenchI
 def logits_floor_us(case: LogitsBenchCase, figures: DeviceFigures) -> float:
     """The larger of the time to move keys and scores once and that of products of e4m3 operands, in us."""
     memory = (case.read_bytes + case.write_bytes) / figures.dram_read_bytes_per_second
-    return max(memory, case.flops / (_E4M3_RATE * figures.bf16_flops_per_second)) * 1e6
+    return max(memory, case.flops / figures.e4m3_flops_per_second) * 1e6

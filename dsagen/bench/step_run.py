@@ -17,19 +17,20 @@ from dsagen.bench.step_data import StepBenchCase, StepBenchInputs, make_pools, s
 from dsagen.bench.step_figures import StepFigures, step_floor_us
 from dsagen.bench.timing import Call, eager_cost_us, graph_time_us, input_sets_for
 from dsagen.check.compare import Gates, compare_decode
+from dsagen.check.scores_run import has_short_sums
+from dsagen.check.step_run import score_error
 from dsagen.errors import CheckFailed
 from dsagen.families.indexer_logits.reference import logits_reference
 from dsagen.families.sparse_decode.reference import sparse_decode_reference
 from dsagen.families.topk.reference import topk_reference, translate_reference
 from dsagen.index_format import index_format
+from dsagen.matrix import expand
 from dsagen.spec import DeploymentSpec
 
 # Requests that the pools have room for, and query tokens whose scores and attention are verified.
 POOL_REQUESTS, CHECKED_ROWS = 128, 4
 # Sets of small steps that are kept at most; those of one request then read 290 MB in turn.
 MOST_SETS = 16
-# fp32 sums over heads and dims, against the largest score of a row; scores in bf16 are rounded to 2^-9.
-_SCORE_ERROR = {torch.float32: 2.0**-16, torch.bfloat16: 2.0**-7}
 _GROUP_DIMS = 128
 
 
@@ -61,21 +62,21 @@ def sweep_steps(
 
 def measure_step(kernels: Any, case: StepBenchCase, inputs: Sequence[StepBenchInputs]) -> StepFigures:
     """Verify the step of the first input set, then time all. CheckFailed for a wrong one."""
+    properties = torch.cuda.get_device_properties(kernels.device)
+    arch = arch_for_capability(properties.major, properties.minor)
     # A plan belongs to one stream: one for the graphs', one for the current stream.
     graph_plan, eager_plan = (
         kernels.plan_decode_step(case.requests, case.next_n, case.context, k=case.selected) for _ in range(2)
     )
     eager = step_calls(kernels, case, eager_plan, inputs)
     out, lse = eager[0]()
-    problem = step_problem(kernels.spec, case, inputs[0], eager_plan, out, lse)
+    problem = step_problem(kernels.spec, case, inputs[0], eager_plan, out, lse, arch.name)
     if problem:
         raise CheckFailed(f"{kernels.spec.name}: {case}: {problem}; it was not timed")
     timing = graph_time_us(step_calls(kernels, case, graph_plan, inputs))
     stages = stage_calls(kernels, case, graph_plan, inputs)
     indexer, selection, attention = (graph_time_us(calls).median_us for calls in stages)
     issue_us, wall_us = eager_cost_us(eager)
-    properties = torch.cuda.get_device_properties(kernels.device)
-    arch = arch_for_capability(properties.major, properties.minor)
     ceilings = figures_of(properties.name, arch)
     return StepFigures(
         spec=kernels.spec.name,
@@ -131,9 +132,9 @@ def stage_calls(
 
 
 def step_problem(
-    spec: DeploymentSpec, case: StepBenchCase, item: StepBenchInputs, plan: Any, out: Tensor, lse: Tensor
+    spec: DeploymentSpec, case: StepBenchCase, item: StepBenchInputs, plan: Any, out: Tensor, lse: Tensor, arch: str
 ) -> str:
-    """What is wrong with the step that the plan ran last; empty when nothing is."""
+    """What is wrong with the step that the plan ran last, by kernels for `arch`; empty when nothing is."""
     index, scores = index_format(case.index_keys), plan.scores
     count = max(1, CHECKED_ROWS // case.next_n)
     rows = slice(0, min(count * case.next_n, case.rows))
@@ -142,7 +143,8 @@ def step_problem(
         item.block_table[:count], index, case.context,
     )  # fmt: skip
     error = (scores[rows].double() - want).abs().amax(1)
-    if bool((error > want.abs().amax(1) * _SCORE_ERROR[scores.dtype]).any()):
+    allowed = score_error(scores.dtype, has_short_sums(expand(spec, (arch,))))
+    if bool((error > want.abs().amax(1) * allowed).any()):
         return f"scores are off by up to {float(error.max()):.3g}"
     chosen, _ = topk_reference(scores, case.selected, lengths=item.context_lens.view(-1))
     ids = translate_reference(

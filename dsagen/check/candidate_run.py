@@ -1,32 +1,21 @@
-"""Running one case of the logits in candidate blocks: inputs, poisoned scores, the call, every column compared."""
+"""Running one case of the logits in candidate blocks."""
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from dsagen.check.candidate_cases import CandidateCase, Lists
-from dsagen.check.indexer_cases import REPEATS, Probe
 from dsagen.check.indexer_inputs import LogitsInputs, make_inputs, whole_storage
-from dsagen.check.indexer_run import (
-    SCORE_DTYPES,
-    differs_exactly,
-    differs_more,
-    is_exact,
-    replay,
-    require_none,
-    require_same_bits,
-    with_magnitudes,
-)
+from dsagen.check.indexer_run import with_magnitudes
 from dsagen.check.outputs import GuardedTensor
-from dsagen.check.probes import WrongResultError
+from dsagen.check.scores_run import ScoresRun, differs_exactly, differs_more, is_exact, require_none
 from dsagen.families.indexer_logits.reference import candidates_reference, limits_reference
-from dsagen.index_format import IndexFormat, index_format
+from dsagen.index_format import IndexFormat
 from dsagen.spec import DeploymentSpec, IndexSpec
 
 
@@ -110,88 +99,47 @@ class CandidateKernels(Protocol):
 
 
 @dataclass(frozen=True)
-class CandidateRun:
-    """One case on one device. `kernels` loads the kernels that the case needs; `seed` decides every draw."""
+class CandidateRun(ScoresRun[CandidateCase, CandidateKernels, CandidateInputs]):
+    """One case with keys in candidate blocks."""
 
-    case: CandidateCase
-    kernels: Callable[[CandidateCase], CandidateKernels]
-    device: torch.device
-    seed: int
-    form = "candidates"
+    form: ClassVar[str] = "candidates"
 
-    def run(self) -> None:
-        """Run and compare. WrongResultError for a wrong result, NotRunError for want of a device."""
-        kernels = self.kernels(self.case)
-        match self.case.probe:
-            case Probe.PLAIN:
-                self._plain(kernels)
-            case Probe.REPEATED:
-                inputs, outputs = self._plain(kernels)
-                first = outputs.view.clone()
-                for number in range(2, REPEATS + 1):
-                    outputs.poison_again()
-                    self.call(kernels, inputs, outputs.view)
-                    require_same_bits(f"run {number}", outputs.view, first)
-            case Probe.GRAPH:
-                replay(self, kernels)
-            case Probe.ALONE:
-                self._alone(kernels)
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Tokens, and keys of a list of blocks."""
+        return self.case.call.rows, self.case.columns
 
-    def inputs(self, kernels: CandidateKernels, variation: int = 0) -> CandidateInputs:
-        """The inputs of the case, or others of the same shapes."""
-        generator = torch.Generator(self.device)
-        generator.manual_seed(zlib.crc32(f"{self.seed} {self.case.name} {variation}".encode()))
-        index = kernels.spec.index
-        assert index is not None, "a spec with the op has an index"
-        return make_candidate_inputs(self.case, index_format(index.keys), index, generator)
+    @property
+    def strided(self) -> bool:
+        """As the case says."""
+        return self.case.call.strided
 
-    def outputs(self, kernels: CandidateKernels) -> GuardedTensor:
-        """Poisoned scores between guard zones."""
-        case, dtype = self.case, SCORE_DTYPES[str(kernels.spec.scores)]
-        return GuardedTensor.outputs((case.call.rows, case.columns), dtype, self.device, case.call.strided)
+    def draw(self, record: IndexFormat, index: IndexSpec, generator: torch.Generator) -> CandidateInputs:
+        """Inputs of the case."""
+        return make_candidate_inputs(self.case, record, index, generator)
 
-    def call(self, kernels: CandidateKernels, inputs: CandidateInputs, out: Tensor) -> None:
+    def invoke(self, kernels: CandidateKernels, inputs: CandidateInputs, out: Tensor) -> Tensor:
         """Run the op on the current stream."""
         options: dict[str, Any] = {"block_size": self.case.block_size, **inputs.paged.named}
         tensors: Any = inputs.tensors
-        found = kernels.indexer_logits_candidates(*tensors, out=out, **options)
-        if found.data_ptr() != out.data_ptr():
-            raise WrongResultError("the op did not return the output that it was given")
+        return kernels.indexer_logits_candidates(*tensors, out=out, **options)
 
-    def compare(self, kernels: CandidateKernels, inputs: CandidateInputs, outputs: GuardedTensor) -> None:
-        """WrongResultError for the first score that differs from the reference, or a write outside of them."""
-        index = kernels.spec.index
-        assert index is not None
-        record, found = index_format(index.keys), outputs.view
-        want = self._reference(inputs, record)
+    def compare_scores(self, inputs: CandidateInputs, record: IndexFormat, outputs: GuardedTensor) -> None:
+        """WrongResultError for the first score that differs from the reference: every column is written."""
+        found, want = outputs.view, self._reference(inputs, record)
         if is_exact(self.case.call.contents):
             bad = differs_exactly(found, want)
         else:
             sized = replace(inputs, paged=with_magnitudes(record, inputs.paged))
             bad = differs_more(found, want, self._reference(sized, record))
         require_none("scores", found, bad, want)
-        # Last, since it poisons what was written.
-        written = outputs.written_outside()
-        if written:
-            raise WrongResultError(f"{written} elements outside of the scores were written")
+
+    def parts(self, inputs: CandidateInputs) -> Iterator[tuple[str, slice, CandidateInputs]]:
+        """The requests."""
+        next_n = self.case.call.next_n
+        for request in range(self.case.call.batch):
+            yield f"request {request}", slice(request * next_n, (request + 1) * next_n), inputs.request(request)
 
     def _reference(self, inputs: CandidateInputs, record: IndexFormat) -> Tensor:
         given: Any = (*inputs.tensors, record, self.case.block_size)
         return candidates_reference(*given, q_scales=inputs.paged.q_scales)
-
-    def _plain(self, kernels: CandidateKernels) -> tuple[CandidateInputs, GuardedTensor]:
-        inputs, outputs = self.inputs(kernels), self.outputs(kernels)
-        self.call(kernels, inputs, outputs.view)
-        kept = outputs.view.clone()
-        self.compare(kernels, inputs, outputs)
-        outputs.view.copy_(kept)
-        return inputs, outputs
-
-    def _alone(self, kernels: CandidateKernels) -> None:
-        inputs, outputs = self._plain(kernels)
-        next_n = self.case.call.next_n
-        for request in range(self.case.call.batch):
-            one = self.outputs(kernels)
-            rows = slice(request * next_n, (request + 1) * next_n)
-            self.call(kernels, inputs.request(request), one.view[rows])
-            require_same_bits(f"request {request} by itself", one.view[rows], outputs.view[rows])

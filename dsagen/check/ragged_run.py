@@ -1,32 +1,28 @@
-"""Running one case of the logits over keys in one piece: inputs, poisoned scores, the call, every column compared."""
+"""Running one case of the logits over keys in one piece."""
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from dsagen.check.indexer_cases import EDGES, REPEATS, Contents, Probe
+from dsagen.check.indexer_cases import EDGES, Contents
 from dsagen.check.indexer_inputs import as_codes, codes_of, query_scales, scales_of, weights_of, whole_storage
-from dsagen.check.indexer_run import (
-    SCORE_DTYPES,
+from dsagen.check.outputs import GuardedTensor
+from dsagen.check.ragged_cases import RaggedCase, Windows
+from dsagen.check.scores_run import (
+    ScoresRun,
     differs_exactly,
     differs_more,
     is_exact,
     magnitudes_of_codes,
-    replay,
     require_none,
-    require_same_bits,
 )
-from dsagen.check.outputs import GuardedTensor
-from dsagen.check.probes import WrongResultError
-from dsagen.check.ragged_cases import RaggedCase, Windows
 from dsagen.families.indexer_logits.reference import ragged_reference, window_reference
-from dsagen.index_format import IndexFormat, index_format
+from dsagen.index_format import IndexFormat
 from dsagen.spec import DeploymentSpec, IndexSpec
 
 
@@ -157,63 +153,34 @@ class RaggedKernels(Protocol):
 
 
 @dataclass(frozen=True)
-class RaggedRun:
-    """One case on one device. `kernels` loads the kernels that the case needs; `seed` decides every draw."""
+class RaggedRun(ScoresRun[RaggedCase, RaggedKernels, RaggedInputs]):
+    """One case with keys in one piece."""
 
-    case: RaggedCase
-    kernels: Callable[[RaggedCase], RaggedKernels]
-    device: torch.device
-    seed: int
-    form = "ragged"
+    form: ClassVar[str] = "ragged"
 
-    def run(self) -> None:
-        """Run and compare. WrongResultError for a wrong result, NotRunError for want of a device."""
-        kernels = self.kernels(self.case)
-        match self.case.probe:
-            case Probe.PLAIN:
-                self._plain(kernels)
-            case Probe.REPEATED:
-                inputs, outputs = self._plain(kernels)
-                first = outputs.view.clone()
-                for number in range(2, REPEATS + 1):
-                    outputs.poison_again()
-                    self.call(kernels, inputs, outputs.view)
-                    require_same_bits(f"run {number}", outputs.view, first)
-            case Probe.GRAPH:
-                replay(self, kernels)
-            case Probe.ALONE:
-                inputs, outputs = self._plain(kernels)
-                for token in range(self.case.tokens):
-                    one, row = self.outputs(kernels), slice(token, token + 1)
-                    self.call(kernels, inputs.token(token), one.view[row])
-                    require_same_bits(f"token {token} by itself", one.view[row], outputs.view[row])
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Tokens and columns of a row."""
+        return self.case.tokens, self.case.columns
 
-    def inputs(self, kernels: RaggedKernels, variation: int = 0) -> RaggedInputs:
-        """The inputs of the case, or others of the same shapes."""
-        generator = torch.Generator(self.device)
-        generator.manual_seed(zlib.crc32(f"{self.seed} {self.case.name} {variation}".encode()))
-        index = kernels.spec.index
-        assert index is not None, "a spec with the op has an index"
-        return make_ragged_inputs(self.case, index_format(index.keys), index, generator)
+    @property
+    def strided(self) -> bool:
+        """As the case says."""
+        return self.case.strided
 
-    def outputs(self, kernels: RaggedKernels) -> GuardedTensor:
-        """Poisoned scores between guard zones."""
-        case, dtype = self.case, SCORE_DTYPES[str(kernels.spec.scores)]
-        return GuardedTensor.outputs((case.tokens, case.columns), dtype, self.device, case.strided)
+    def draw(self, record: IndexFormat, index: IndexSpec, generator: torch.Generator) -> RaggedInputs:
+        """Inputs of the case."""
+        return make_ragged_inputs(self.case, record, index, generator)
 
-    def call(self, kernels: RaggedKernels, inputs: RaggedInputs, out: Tensor) -> None:
+    def invoke(self, kernels: RaggedKernels, inputs: RaggedInputs, out: Tensor) -> Tensor:
         """Run the op on the current stream."""
         case = self.case
         options: dict[str, Any] = {"unscored_up_to": case.unscored, "fill_neg_inf": case.fill, **inputs.named}
-        found = kernels.indexer_logits_ragged(*inputs.tensors, max_window=case.max_window, out=out, **options)
-        if found.data_ptr() != out.data_ptr():
-            raise WrongResultError("the op did not return the output that it was given")
+        return kernels.indexer_logits_ragged(*inputs.tensors, max_window=case.max_window, out=out, **options)
 
-    def compare(self, kernels: RaggedKernels, inputs: RaggedInputs, outputs: GuardedTensor) -> None:
-        """WrongResultError for the first score that differs from the reference, or a write outside of the windows."""
-        case, index = self.case, kernels.spec.index
-        assert index is not None
-        record = index_format(index.keys)
+    def compare_scores(self, inputs: RaggedInputs, record: IndexFormat, outputs: GuardedTensor) -> None:
+        """WrongResultError for the first score that differs from the reference, or was not to be written."""
+        case = self.case
         given: Any = (*inputs.tensors, record, case.max_window)
         want, scored = ragged_reference(*given, q_scales=inputs.q_scales, unscored_up_to=case.unscored)
         found, outside = outputs.view, ~scored
@@ -224,10 +191,11 @@ class RaggedRun:
         untouched = found.view(outputs.whole.dtype) == outputs.poison
         require_none("columns that nothing should write", found, outside & ~untouched, want)
         require_none("scores", found, scored & self._differs(found, want, inputs, record), want)
-        # Last, since it poisons what was written.
-        written = outputs.written_outside()
-        if written:
-            raise WrongResultError(f"{written} elements outside of the scores were written")
+
+    def parts(self, inputs: RaggedInputs) -> Iterator[tuple[str, slice, RaggedInputs]]:
+        """The tokens."""
+        for token in range(self.case.tokens):
+            yield f"token {token}", slice(token, token + 1), inputs.token(token)
 
     def _differs(self, found: Tensor, want: Tensor, inputs: RaggedInputs, record: IndexFormat) -> Tensor:
         if is_exact(self.case.contents):
@@ -240,11 +208,3 @@ class RaggedRun:
         )
         given: Any = (*sized.tensors, record, self.case.max_window)
         return differs_more(found, want, ragged_reference(*given, q_scales=inputs.q_scales)[0])
-
-    def _plain(self, kernels: RaggedKernels) -> tuple[RaggedInputs, GuardedTensor]:
-        inputs, outputs = self.inputs(kernels), self.outputs(kernels)
-        self.call(kernels, inputs, outputs.view)
-        kept = outputs.view.clone()
-        self.compare(kernels, inputs, outputs)
-        outputs.view.copy_(kept)
-        return inputs, outputs

@@ -35,6 +35,7 @@ from dsagen.check.ragged_cases import RaggedCase, ragged_cases
 from dsagen.check.ragged_run import RaggedRun
 from dsagen.check.recording import record_report
 from dsagen.check.report import CaseResult, CheckReport
+from dsagen.check.scores_run import ScoresRun, has_short_sums
 from dsagen.check.step_cases import WINDOW, StepCase, step_cases
 from dsagen.check.step_run import StepKernels, StepRun
 from dsagen.check.topk_calls import TopkKernels, offered_modes
@@ -44,7 +45,6 @@ from dsagen.dtype import E4M3, UE4M3
 from dsagen.emulator import DEVICE as EMULATOR
 from dsagen.emulator import library as machine
 from dsagen.errors import DeviceError, DsagenError, EmulatorLimitError, KnobError, SpecError
-from dsagen.families.indexer_logits.hopper import sums_e4m3
 from dsagen.index_format import index_format
 from dsagen.matrix import expand
 from dsagen.plan import KernelPlan
@@ -269,7 +269,7 @@ def _slugs(run: AnyRun) -> tuple[str, ...] | None:
     if isinstance(run, CaseRun):
         # Without one it came to no plan, or to one that does not tell.
         return tuple(sorted(run.launched)) or None
-    if isinstance(run, LogitsRun | RaggedRun | CandidateRun):
+    if isinstance(run, ScoresRun):
         kernels: Any = run.kernels(run.case)  # type: ignore[arg-type]
         if len(kernels.spec.index.forms) > 1:
             names: tuple[str, ...] = kernels.logits_slugs(run.form)
@@ -315,7 +315,7 @@ def cases_of(spec: DeploymentSpec, arch: str, tier: Tier, only: str | None = Non
     matrix = expand(spec, (arch,))
     matrix.require_complete()
     cases: tuple[Case, ...] = ()
-    short_sums = any(plan.variant.family == LogitsCase.op and sums_e4m3(plan) for plan in matrix.plans())
+    short_sums = has_short_sums(matrix)
     for op in spec.ops:
         if op == TopkCase.op:
             cases += topk_cases(tier, offered_modes(Kernels.topk))

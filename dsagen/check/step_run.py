@@ -41,6 +41,11 @@ _SHORT_SUM_ERROR = 2.0**-8
 _GROUP_DIMS = 128
 
 
+def score_error(dtype: torch.dtype, short_sums: bool) -> float:
+    """What scores of a step that are not exact may be off by, as a part of the largest of their row."""
+    return _SCORE_ERROR[dtype] + (_SHORT_SUM_ERROR if short_sums else 0.0)
+
+
 class StepKernels(Protocol):
     """What a check needs of loaded kernels; `dsagen.load` gives it."""
 
@@ -311,7 +316,7 @@ class StepRun:
             wrong = scored & (found != want)
         else:
             largest = want.masked_fill(~scored, 0.0).abs().amax(1, keepdim=True).float()
-            error = _SCORE_ERROR[found.dtype] + (_SHORT_SUM_ERROR if self.case.short_sums else 0.0)
+            error = score_error(found.dtype, self.case.short_sums)
             wrong = scored & ~((found.float() - want.float()).abs() <= largest * error)
         if bool(wrong.any()):
             row, column = wrong.nonzero()[0].tolist()

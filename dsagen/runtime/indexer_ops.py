@@ -252,7 +252,7 @@ class IndexerOps(OpMethods):
         return result
 
     def logits_slugs(self, form: str) -> tuple[str, ...]:
-        """Names of the kernels that serve calls with keys in that form, paged or ragged."""
+        """Names of the kernels that serve calls with keys in that form: paged, ragged or candidates."""
         self._require_form(form, f"keys in the form {form}")
         return tuple(plan.slug for plan in self._on(self._ordinal(None)).by_role[OP, ROLES[form]])
 

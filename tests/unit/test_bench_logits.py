@@ -148,6 +148,21 @@ def test_right_scores_are_figures_and_wrong_ones_are_not(case, keys):
             logits_run.measure_logits(ReferenceKernels(spec, spoil), case, inputs)
 
 
+def test_sums_of_fewer_bits_pass_where_the_kernel_that_runs_has_them(monkeypatch):
+    inputs = logits_inputs(SMALL, 1, device="cpu")
+    kernels = ReferenceKernels(SPEC, lambda scores: scores * (1 + 2.0**-12))
+    with pytest.raises(CheckFailed, match=r"scores\[\d+, \d+\] = "):
+        logits_run.measure_logits(kernels, SMALL, inputs)
+    monkeypatch.setenv("DSAGEN_INDEXER_LOGITS_BODY", "hopper")
+    assert logits_run.measure_logits(kernels, SMALL, inputs).gpu_us == 50.0
+
+
+def test_scores_in_bf16_may_be_rounded():
+    case = replace(SMALL, score="bf16")
+    kernels = ReferenceKernels(SPEC.replace(scores="bf16"))
+    assert logits_run.measure_logits(kernels, case, logits_inputs(case, 1, device="cpu")).gpu_us == 50.0
+
+
 def test_what_only_an_eager_call_wrote_does_not_pass():
     (item,) = logits_inputs(SMALL, 1, device="cpu")
     kernels, made = ReferenceKernels(SPEC), []

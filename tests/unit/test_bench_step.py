@@ -136,9 +136,9 @@ def test_a_step_is_verified_and_timed_with_its_stages(kernels, monkeypatch):
         (lambda out: out.mul_(1.1), "elements off"),
     ):
         out, lse = step_run.step_calls(kernels, SMALL, plan, inputs)[0]()
-        assert step_run.step_problem(kernels.spec, SMALL, inputs[0], plan, out, lse) == ""
+        assert step_run.step_problem(kernels.spec, SMALL, inputs[0], plan, out, lse, "sm_90a") == ""
         spoil(out)
-        assert text in step_run.step_problem(kernels.spec, SMALL, inputs[0], plan, out, lse)
+        assert text in step_run.step_problem(kernels.spec, SMALL, inputs[0], plan, out, lse, "sm_90a")
     monkeypatch.setattr(step_run, "step_problem", lambda *_: "wrong")
     with pytest.raises(CheckFailed, match=r"v32_decode_h16: StepBenchCase\(.*\): wrong; it was not timed"):
         step_run.measure_step(kernels, SMALL, inputs)

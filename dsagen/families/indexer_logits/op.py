@@ -126,7 +126,8 @@ def floor_seconds(plan: KernelPlan, shape: LogitsShape, arch: Arch) -> float | N
     scores_bytes = shape.tokens * shape.width * SCORE_BYTES[str(plan.variant.axis("score"))]
     flops = 2.0 * shape.tokens * shape.width * shape.heads * dim
     memory = (keys_bytes + scores_bytes) / figures.dram_read_bytes_per_second
-    return max(memory, flops / (figures.bf16_flops_per_second * (2 if sums_e4m3(plan) else 1)))
+    rate = figures.e4m3_flops_per_second if sums_e4m3(plan) else figures.bf16_flops_per_second
+    return max(memory, flops / rate)
 
 
 def explain_call(plan: KernelPlan, shape: LogitsShape, sm_count: int, arch: Arch) -> str:
