@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from dsagen.arch import arch
@@ -12,6 +15,7 @@ from dsagen.families.indexer_logits.op import (
     RAGGED,
     ROLES,
     LogitsShape,
+    Partition,
     explain_forms,
     partition_of,
     ragged_partition,
@@ -19,6 +23,7 @@ from dsagen.families.indexer_logits.op import (
     size_values,
 )
 from dsagen.guard import check, require_bool
+from dsagen.plan import KernelPlan
 from dsagen.runtime import traced
 from dsagen.runtime.indexer import (
     OP,
@@ -112,12 +117,7 @@ class IndexerOps(OpMethods):
         result = make_out(out, q, shape.tokens, shape.width, self.spec)
         if shape.tokens and shape.width:
             part = partition_of(plan, shape, on.facts.sm_count)
-            shared = {"unit_tokens": part.unit_tokens, "unit_count": part.unit_count, "blocks": part.blocks}
-            kernel, stream = self._loader.load(plan, ordinal), self._driver.current_stream(ordinal)
-            values = {**arguments, **shared, **out_arguments(result)}
-            operands = tensors._replace(out=result)
-            call, asked = (*operands, *scalars), (*tensors, *scalars)
-            self._logits_launches.launch([Step(kernel, part.blocks)], stream, values, operands, call, asked)
+            self._launch_logits(self._logits_launches, plan, part, ordinal, arguments, tensors, scalars, result)
         return result
 
     def indexer_logits_ragged(
@@ -181,12 +181,7 @@ class IndexerOps(OpMethods):
         result = make_out(out, q, shape.tokens, width, self.spec)
         if shape.tokens and width:
             part = ragged_partition(plan, shape, on.facts.sm_count)
-            shared = {"unit_tokens": part.unit_tokens, "unit_count": part.unit_count, "blocks": part.blocks}
-            kernel, stream = self._loader.load(plan, ordinal), self._driver.current_stream(ordinal)
-            values = {**arguments, **shared, **out_arguments(result)}
-            operands = tensors._replace(out=result)
-            call, asked = (*operands, *scalars), (*tensors, *scalars)
-            self._ragged_launches.launch([Step(kernel, part.blocks)], stream, values, operands, call, asked)
+            self._launch_logits(self._ragged_launches, plan, part, ordinal, arguments, tensors, scalars, result)
         return result
 
     def indexer_logits_candidates(
@@ -243,13 +238,29 @@ class IndexerOps(OpMethods):
         result = make_out(out, q, shape.tokens, shape.width, self.spec)
         if shape.tokens and shape.width:
             part = partition_of(plan, shape, on.facts.sm_count)
-            shared = {"unit_tokens": part.unit_tokens, "unit_count": part.unit_count, "blocks": part.blocks}
-            kernel, stream = self._loader.load(plan, ordinal), self._driver.current_stream(ordinal)
-            values = {**arguments, **shared, **out_arguments(result)}
-            operands = tensors._replace(out=result)
-            call, asked = (*operands, block_size), (*tensors, block_size)
-            self._candidate_launches.launch([Step(kernel, part.blocks)], stream, values, operands, call, asked)
+            self._launch_logits(
+                self._candidate_launches, plan, part, ordinal, arguments, tensors, (block_size,), result
+            )
         return result
+
+    def _launch_logits(
+        self,
+        launches: OpLaunches,
+        plan: KernelPlan,
+        part: Partition,
+        ordinal: int,
+        arguments: Mapping[str, Any],
+        tensors: LogitsTensors | RaggedTensors | CandidateTensors,
+        scalars: tuple[Any, ...],
+        result: torch.Tensor,
+    ) -> None:
+        """Launch the kernel of a call that has scores to write."""
+        shared = {"unit_tokens": part.unit_tokens, "unit_count": part.unit_count, "blocks": part.blocks}
+        kernel, stream = self._loader.load(plan, ordinal), self._driver.current_stream(ordinal)
+        values = {**arguments, **shared, **out_arguments(result)}
+        operands = tensors._replace(out=result)
+        call, asked = (*operands, *scalars), (*tensors, *scalars)
+        launches.launch([Step(kernel, part.blocks)], stream, values, operands, call, asked)
 
     def logits_slugs(self, form: str) -> tuple[str, ...]:
         """Names of the kernels that serve calls with keys in that form: paged, ragged or candidates."""
