@@ -68,11 +68,15 @@ class StepBenchCase:
         return self.key_bytes + self.rows * self.selected * kv_format(self.kv_format).record_bytes
 
     @property
-    def flops(self) -> int:
-        """Floating-point operations of scores and attention, two for each multiply-add."""
+    def score_flops(self) -> int:
+        """Floating-point operations of scores, two for each multiply-add of codes."""
+        return 2 * self.rows * self.context * self.index_heads * self.index_dim
+
+    @property
+    def attention_flops(self) -> int:
+        """Likewise of attention, of 16-bit operands."""
         record = kv_format(self.kv_format)
-        scores = self.context * self.index_heads * self.index_dim
-        return 2 * self.rows * (scores + self.heads * self.selected * (record.d_qk + record.d_v))
+        return 2 * self.rows * self.heads * self.selected * (record.d_qk + record.d_v)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""

@@ -143,6 +143,7 @@ class StepFigures:
 
 
 def step_floor_us(case: StepBenchCase, figures: DeviceFigures) -> float:
-    """The larger of the time to read keys and selected rows once, and that of all products, in us."""
-    compute = case.flops / figures.bf16_flops_per_second
+    """The larger of the time to read keys and selected rows once, and that of all products, in us; scores as e4m3."""
+    scores = case.score_flops / figures.e4m3_flops_per_second
+    compute = scores + case.attention_flops / figures.bf16_flops_per_second
     return max(compute, case.read_bytes / figures.dram_read_bytes_per_second) * 1e6
