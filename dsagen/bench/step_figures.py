@@ -27,7 +27,8 @@ class StepFigures:
     """One step on one device.
 
     `gpu_us` is GPU time of the step from graph replay over `input_sets` input sets, `spread` its relative p10..p90
-    distance; `stage_us` are those of its stages, each by itself; `issue_us` and `wall_us` are CPU and wall time of an
+    distance; `apart_us` is that of the same step without overlapping launches, and `stage_us` those of its stages, each
+    by itself; `issue_us` and `wall_us` are CPU and wall time of an
     eager step. `floor_us` is None on a device without measured ceilings. `slugs` name the kernels that ran.
     """
 
@@ -39,6 +40,7 @@ class StepFigures:
     gpu_us: float
     spread: float
     input_sets: int
+    apart_us: float
     stage_us: tuple[float, float, float]
     issue_us: float
     wall_us: float
@@ -54,6 +56,7 @@ class StepFigures:
         "k",
         "GPU us",
         "spread",
+        "apart us",
         *(f"{stage} us" for stage in STAGES),
         "floor us",
         "x floor",
@@ -104,6 +107,7 @@ class StepFigures:
             str(case.selected),
             f"{self.gpu_us:.1f}",
             f"{self.spread:.1%}",
+            f"{self.apart_us:.1f}",
             *(f"{stage:.1f}" for stage in self.stage_us),
             number(self.floor_us, ".1f"),
             number(self.floor_ratio, ".2f"),
@@ -131,6 +135,7 @@ class StepFigures:
             "gpu_us": round(self.gpu_us, 3),
             "spread": round(self.spread, 4),
             "input_sets": self.input_sets,
+            "apart_us": round(self.apart_us, 3),
             "stage_us": {name: round(us, 3) for name, us in zip(STAGES, self.stage_us, strict=True)},
             "issue_us": round(self.issue_us, 2),
             "wall_us": round(self.wall_us, 2),

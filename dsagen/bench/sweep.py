@@ -13,8 +13,8 @@ from dsagen.bench.logits_figures import LogitsFigures
 from dsagen.bench.run import Progress, Records, Wrong, raise_wrong
 from dsagen.bench.step_figures import StepFigures
 from dsagen.bench.topk_figures import TopkFigures
+from dsagen.dependent import CHAIN_OPS
 from dsagen.errors import DeviceError, SpecError
-from dsagen.runtime.step_plan import OPS as STEP_OPS
 from dsagen.spec import DeploymentSpec
 
 MEASURED_OPS = (DecodeFigures.op, TopkFigures.op, LogitsFigures.op)
@@ -77,7 +77,7 @@ def run_sweep(
 
 def _ops_of(name: str) -> tuple[str, ...]:
     """The ops that a spec needs for what is measured."""
-    return STEP_OPS if name == StepFigures.op else (name,)
+    return CHAIN_OPS if name == StepFigures.op else (name,)
 
 
 def current_device_name() -> str:

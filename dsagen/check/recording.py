@@ -8,6 +8,8 @@ from pathlib import Path
 
 from dsagen.build import Store
 from dsagen.check.report import CheckReport
+from dsagen.check.step_cases import StepCase
+from dsagen.dependent import is_dependent
 from dsagen.emulator.library import load_library
 from dsagen.errors import StoreError
 from dsagen.evidence import record, row_for
@@ -32,7 +34,9 @@ def record_report(
     driver = load_library().name if report.emulated else driver_version()
     rows = []
     for plan in expand(spec, (arch,)).plans():
-        unit, own = render(plan), report.of_kernel(plan.variant.family, plan.slug)
+        # Only steps launch the forms that wait for the kernel before them.
+        op = StepCase.op if is_dependent(plan.variant) else plan.variant.family
+        unit, own = render(plan), report.of_kernel(op, plan.slug)
         if not own.results:
             continue
         entry = store.lookup(unit)

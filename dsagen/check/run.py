@@ -41,6 +41,7 @@ from dsagen.check.step_run import StepKernels, StepRun
 from dsagen.check.topk_calls import TopkKernels, offered_modes
 from dsagen.check.topk_cases import MOST_SLOTS, TopkCase, topk_cases
 from dsagen.check.topk_run import TopkRun
+from dsagen.dependent import CHAIN_OPS
 from dsagen.dtype import E4M3, UE4M3
 from dsagen.emulator import DEVICE as EMULATOR
 from dsagen.emulator import library as machine
@@ -50,7 +51,6 @@ from dsagen.matrix import expand
 from dsagen.plan import KernelPlan
 from dsagen.runtime.api import Kernels
 from dsagen.runtime.emulated import EmulatorOptions, require_known_device, require_options
-from dsagen.runtime.step_plan import OPS as STEP_OPS
 from dsagen.spec import DeploymentSpec, load_spec
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | DeploymentSpec
@@ -141,7 +141,7 @@ class KernelCache:
         """Kernels of a whole step, with room for the selection, and for the window where there are two caches."""
         key = (case.k, StepCase.op, "")
         if key not in self._loaded:
-            spec, extra = self.spec.only(*STEP_OPS), self.spec.extra_kv
+            spec, extra = self.spec.only(*CHAIN_OPS), self.spec.extra_kv
             if extra is None:
                 spec = spec.replace(topk=max(spec.topk, case.k))
             else:
@@ -266,7 +266,7 @@ def _slugs(run: AnyRun) -> tuple[str, ...] | None:
     """Kernels that a case says something of; None for all that there are of its op."""
     if isinstance(run, TopkRun):
         return tuple(sorted(run.launched))
-    if isinstance(run, CaseRun):
+    if isinstance(run, CaseRun | StepRun):
         # Without one it came to no plan, or to one that does not tell.
         return tuple(sorted(run.launched)) or None
     if isinstance(run, ScoresRun):
@@ -333,7 +333,7 @@ def cases_of(spec: DeploymentSpec, arch: str, tier: Tier, only: str | None = Non
         else:
             cases += _decode_cases(spec, main_plan(matrix.plans()), arch, tier)
     # The chain of them; its cases are evidence for no kernel, since each has those of its op.
-    steps = set(STEP_OPS) <= set(spec.ops) and spec.index is not None and "paged" in spec.index.forms
+    steps = set(CHAIN_OPS) <= set(spec.ops) and spec.index is not None and "paged" in spec.index.forms
     cases += step_cases(tier, short_sums) if steps else ()
     if only is None:
         return cases

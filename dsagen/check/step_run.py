@@ -53,6 +53,7 @@ class StepKernels(Protocol):
     def spec(self) -> DeploymentSpec: ...  # noqa: D102
     def prepare(self) -> None: ...  # noqa: D102
     def plan_decode_step(self, batch: int, next_n: int, max_seq_len: int, **options: Any) -> Any: ...  # noqa: D102
+    def decode_step_slugs(self, plan: Any) -> tuple[str, ...]: ...  # noqa: D102
     def decode_step(self, q: Tensor, k_cache: Tensor, **options: Any) -> tuple[Tensor, Tensor]: ...  # noqa: D102
 
 
@@ -100,13 +101,17 @@ class Selection:
 
 @dataclass(frozen=True)
 class StepRun:
-    """One case on one device. `kernels` loads the kernels that the case needs; `seed` decides every draw."""
+    """One case on one device. `kernels` loads the kernels that the case needs; `seed` decides every draw.
+
+    `launched` gets the names of the kernels that the step launches.
+    """
 
     case: StepCase
     kernels: Callable[[StepCase], StepKernels]
     device: torch.device
     seed: int
     capture: Callable[[Run, torch.device], Run] = field(default=cuda_capture)
+    launched: set[str] = field(default_factory=set)
 
     def run(self) -> None:
         """Run and compare. WrongResultError for a wrong result, NotRunError for want of a device."""
@@ -118,6 +123,7 @@ class StepRun:
         if kernels.spec.extra_kv is not None:
             options["window"] = WINDOW
         plan = kernels.plan_decode_step(case.batch, case.next_n, case.width, **options)
+        self.launched.update(kernels.decode_step_slugs(plan))
         outputs = self.outputs(kernels)
 
         def call() -> None:

@@ -81,6 +81,31 @@ class DecodeOps(OpMethods):
         which must serve no other plan at the same time; without it the plan allocates its own. Loads kernels that are
         not loaded yet. FrozenError during graph capture.
         """
+        kernels, chosen, shape = self._plan_parts((batch, s_q, topk, extra_topk), num_splits, device)
+        return self._make_plan(kernels, shape, chosen, workspace)
+
+    def _decode_plans(
+        self,
+        sizes: tuple[int, int, int, int],
+        num_splits: int | None,
+        workspace: torch.Tensor,
+        ordinal: int,
+        overlaps: bool,
+    ) -> tuple[SparseDecodePlan, SparseDecodePlan]:
+        """Plans over one workspace: of calls by themselves, and of those right behind what makes their lists.
+
+        The two are one where launches are not to overlap, or CTAs wait for each other.
+        """
+        kernels, chosen, shape = self._plan_parts(sizes, num_splits, ordinal)
+        plan = self._make_plan(kernels, shape, chosen, workspace)
+        form = kernels.dependent(chosen.plan) if overlaps and not chosen.partition.one_launch else None
+        return plan, plan if form is None else self._make_plan(kernels, shape, chosen, workspace, form)
+
+    def _plan_parts(
+        self, sizes: tuple[int, int, int, int], num_splits: int | None, device: Device | None
+    ) -> tuple[DeviceKernels, Candidate, DecodeShape]:
+        """What a plan of that shape is made of; FrozenError during graph capture."""
+        batch, s_q, topk, extra_topk = sizes
         self._require_op(OP)
         kernels = self._on(self._ordinal(device))
         if self._driver.is_capturing(kernels.ordinal):
@@ -90,7 +115,7 @@ class DecodeOps(OpMethods):
                 "graph capture is not possible: call plan_sparse_decode before the capture and pass its plan"
             )
         shape = self._shape(batch, s_q, topk, extra_topk)
-        return self._make_plan(kernels, shape, choose(self._judge(kernels, shape, num_splits)), workspace)
+        return kernels, choose(self._judge(kernels, shape, num_splits)), shape
 
     def main_kernels(self) -> tuple[tuple[KernelPlan, ...], DeviceFacts]:
         """The main kernels that there are on `device`, in order of preference, and what it is."""
@@ -295,9 +320,15 @@ class DecodeOps(OpMethods):
         return self._make_plan(kernels, shape, chosen, workspace)
 
     def _make_plan(
-        self, kernels: DeviceKernels, shape: DecodeShape, chosen: Candidate, workspace: torch.Tensor | None
+        self,
+        kernels: DeviceKernels,
+        shape: DecodeShape,
+        chosen: Candidate,
+        workspace: torch.Tensor | None,
+        form: KernelPlan | None = None,
     ) -> SparseDecodePlan:
-        main = self._loader.load(chosen.plan, kernels.ordinal)
+        """`form` is the dependent form of the chosen main kernel, where the plan is to launch that."""
+        main = self._loader.load(form or chosen.plan, kernels.ordinal)
         combine = self._loader.load(kernels.combine, kernels.ordinal) if chosen.partition.combine_ctas else None
         return SparseDecodePlan(
             self.spec,

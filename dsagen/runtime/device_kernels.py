@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from dsagen.dependent import ROLE_PREFIX, alone
 from dsagen.plan import KernelPlan
 from dsagen.runtime.driver import DeviceFacts
 from dsagen.runtime.sparse_decode import OP
@@ -28,6 +29,17 @@ class DeviceKernels:
     def mains(self) -> tuple[KernelPlan, ...]:
         """The main kernels of sparse decode."""
         return self.by_role[OP, "main"]
+
+    def dependent(self, plan: KernelPlan) -> KernelPlan | None:
+        """The form of a kernel that begins while the one before it ends, None where there is none."""
+        op = plan.variant.family
+        forms = [
+            form
+            for (of, role), plans in self.by_role.items()
+            if of == op and role.startswith(ROLE_PREFIX)
+            for form in plans
+        ]
+        return next((form for form in forms if alone(form.variant) == plan.variant), None)
 
     @property
     def combine(self) -> KernelPlan:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dsagen.arch import arch as arch_row
+from dsagen.dependent import CHAIN_OPS, has_chain
 from dsagen.errors import FrozenError, GuardError
 from dsagen.families.indexer_logits.op import SIZE_GUARDS as LOGITS_SIZES
 from dsagen.families.indexer_logits.op import LogitsShape, size_values
@@ -14,9 +16,9 @@ from dsagen.guard import check, rename, require_bool, require_int
 from dsagen.runtime.decode_ops import DecodeOps
 from dsagen.runtime.indexer import index_of
 from dsagen.runtime.indexer_ops import IndexerOps
-from dsagen.runtime.step_plan import OPS, DecodeStepPlan, StepShape, layout_of, step_workspace
+from dsagen.runtime.step_plan import DecodeStepPlan, StepShape, layout_of, step_workspace
 from dsagen.runtime.tensors import require_plain
-from dsagen.runtime.topk import require_determinism
+from dsagen.runtime.topk import TopkTensors, require_determinism, shape_of
 from dsagen.runtime.topk_ops import TopkOps
 
 if TYPE_CHECKING:
@@ -98,7 +100,7 @@ class StepOps(IndexerOps, TopkOps, DecodeOps):
             q,
             k_cache,
             **lists,
-            plan=plan.attention,
+            plan=plan.attention if reuse_ids else plan.following,
             extra_k_cache=extra_k_cache,
             attn_sink=attn_sink,
             kpe_cache=kpe_cache,
@@ -120,6 +122,7 @@ class StepOps(IndexerOps, TopkOps, DecodeOps):
         window: int | None = None,
         num_splits: int | None = None,
         determinism: str | None = None,
+        overlap: bool | None = None,
         workspace: torch.Tensor | None = None,
         device: Device | None = None,
     ) -> DecodeStepPlan:
@@ -128,9 +131,11 @@ class StepOps(IndexerOps, TopkOps, DecodeOps):
         `max_seq_len` is what the workspace has room for, and need not be the model's: longer lengths are bounded to it,
         and with DSAGEN_CHECK_INDICES an error. `k` tokens are selected, by default as many as the spec has columns for;
         with a second cache `window` is the width of `indices`, likewise. `num_splits` is as in plan_sparse_decode,
-        `determinism` as in topk: "order" by default where the spec asks for batch invariance, else "set". `workspace`
-        is uint8 memory of `decode_step_workspace_bytes` that serves nothing else; without it the plan allocates its
-        own. Loads kernels that are not loaded yet. GuardError for sizes past a limit, FrozenError during graph capture.
+        `determinism` as in topk: "order" by default where the spec asks for batch invariance, else "set". `overlap`
+        places blocks of top-k and attention while the stage before them ends (programmatic dependent launch), by
+        default where the arch has it; results are the same. `workspace` is uint8 memory of
+        `decode_step_workspace_bytes` that serves nothing else; without it the plan allocates its own. Loads kernels
+        that are not loaded yet. GuardError for sizes past a limit, FrozenError during graph capture.
         """
         ordinal, shape, widths = self._step_shape(batch, next_n, max_seq_len, k, window, device)
         if self._driver.is_capturing(ordinal):
@@ -141,17 +146,15 @@ class StepOps(IndexerOps, TopkOps, DecodeOps):
         if determinism is None:
             determinism = "set" if self.spec.determinism == "off" else "order"
         require_determinism(determinism)
+        overlaps = self._overlaps(overlap, ordinal)
         sizes = self._stage_bytes(shape, widths, num_splits, ordinal)
         layout = layout_of(shape, str(self.spec.scores), *sizes)
         memory = step_workspace(self._driver, ordinal, workspace, layout.total_bytes)
         offsets = layout.selection, layout.attention
         parts = [memory[first : first + size] for first, size in zip(offsets, sizes, strict=True)]
-        selection = self.plan_topk(shape.rows, max_seq_len, shape.k, workspace=parts[0], device=ordinal)
-        topk, extra_topk = widths
-        attention = self.plan_sparse_decode(
-            batch, next_n, topk, extra_topk=extra_topk, num_splits=num_splits, workspace=parts[1], device=ordinal
-        )
-        stages = (selection, attention)
+        selection = self._make_topk_plan((shape.rows, max_seq_len, shape.k), parts[0], ordinal, overlaps)
+        attention = self._decode_plans((batch, next_n, *widths), num_splits, parts[1], ordinal, overlaps)
+        stages = (selection, *attention)
         return DecodeStepPlan(self.spec, self._driver, ordinal, shape, layout, memory, stages, determinism)
 
     def decode_step_workspace_bytes(
@@ -177,9 +180,20 @@ class StepOps(IndexerOps, TopkOps, DecodeOps):
         """Names of the kernels that steps of a plan take, in the order of their launches."""
         on = self._on(plan._ordinal)
         scored = on.by_role["indexer_logits", "main"][0].slug
-        selected = self.topk_slugs(plan.scores, k=plan.shape.k)
-        combine = (on.combine.slug,) if plan.attention.partition.combine_ctas else ()
-        return (scored, *selected, plan.attention.main_slug, *combine)
+        wanted = shape_of(TopkTensors(plan.scores), plan.shape.k, self.spec)
+        chosen = self._choose_topk(plan._ordinal, wanted)
+        selected = [kernel.slug for kernel in self._topk_kernels(plan._ordinal, chosen, plan.selection.is_dependent)]
+        return (scored, *selected, *plan.following.slugs)
+
+    def _overlaps(self, asked: bool | None, ordinal: int) -> bool:
+        """Whether launches of a step overlap; GuardError where that is asked for and the arch has no such launches."""
+        arch = arch_row(self._on(ordinal).arch)
+        possible = has_chain(self.spec, arch)
+        if asked is not None and require_bool("overlap", asked) and not possible:
+            raise GuardError(
+                f"[T-22] overlap: {arch.name} has no programmatic dependent launch, which sm_90 brought: leave it out"
+            )
+        return possible if asked is None else asked
 
     def _select(
         self,
@@ -232,7 +246,7 @@ class StepOps(IndexerOps, TopkOps, DecodeOps):
         self, batch: int, next_n: int, max_seq_len: int, k: int | None, window: int | None, device: Device | None
     ) -> tuple[int, StepShape, tuple[int, int]]:
         """Device, sizes, and the widths of both lists of sparse decode."""
-        for op in OPS:
+        for op in CHAIN_OPS:
             self._require_op(op)
         self._require_form("paged", "decode_step")
         spec = self.spec
@@ -276,6 +290,7 @@ class StepOps(IndexerOps, TopkOps, DecodeOps):
         _, shape, (topk, extra_topk) = self._step_shape(*sizes, k, window, ordinal)
         stage_bytes = self._stage_bytes(shape, (topk, extra_topk), num_splits, ordinal)
         layout = layout_of(shape, str(self.spec.scores), *stage_bytes)
+        overlaps = self._overlaps(None, ordinal)
         common = {"batch": shape.batch, "s_q": shape.next_n, "device": ordinal}
         texts = (
             explain("indexer_logits", width=shape.max_seq_len, **common),
@@ -284,8 +299,10 @@ class StepOps(IndexerOps, TopkOps, DecodeOps):
         )
         return "\n".join(
             (
-                f"{' -> '.join(OPS)}: {shape.k} of up to {shape.max_seq_len} keys for each of {shape.rows} tokens",
+                f"{' -> '.join(CHAIN_OPS)}: {shape.k} of up to {shape.max_seq_len} keys for each of {shape.rows} "
+                "tokens",
                 f"a token that sees no more than {shape.k} keys is not scored",
+                *(["top-k of few rows and attention begin while the stage before them ends"] if overlaps else []),
                 *texts,
                 f"workspace of the step: {layout.total_bytes} B, {layout.ids} B of them scores",
             )

@@ -16,7 +16,6 @@ from dsagen.runtime.tensors import TensorRule, require, require_device, require_
 from dsagen.runtime.topk_plan import TopkPlan
 from dsagen.spec import DeploymentSpec
 
-OPS = ("indexer_logits", "topk", "sparse_decode")
 # Parts of the workspace begin at multiples of what allocations do, which every stage takes.
 ALIGNMENT_BYTES = 512
 _SCORES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -70,7 +69,8 @@ class DecodeStepPlan:
     Made by `Kernels.plan_decode_step`. `scores` [rows, max_seq_len] holds the last indexer's scores, `ids` int32
     [batch, next_n, k] what top-k has made of them (then -1), `counts` int32 [batch, next_n] how many; their addresses
     never change, so a captured CUDA graph may hold them; the plan must then outlive the graph. `selection` and
-    `attention` are the plans of the stages.
+    `attention` are the plans of the stages; `following` is that of attention right behind a selection, which is another
+    one where launches overlap.
     """
 
     def __init__(
@@ -81,14 +81,14 @@ class DecodeStepPlan:
         shape: StepShape,
         layout: StepLayout,
         workspace: Tensor,
-        stages: tuple[TopkPlan, SparseDecodePlan],
+        stages: tuple[TopkPlan, SparseDecodePlan, SparseDecodePlan],
         determinism: str,
     ) -> None:
         self.spec, self.shape, self.determinism = spec, shape, determinism
         self.device = driver.torch_device(ordinal)
         self._driver, self._ordinal = driver, ordinal
         self.workspace = workspace
-        self.selection, self.attention = stages
+        self.selection, self.attention, self.following = stages
         rows, per_token = shape.rows, (shape.batch, shape.next_n)
         dtype = _SCORES[str(spec.scores)]
 
@@ -141,6 +141,7 @@ class DecodeStepPlan:
             self._stream = None
             self.selection.rebind()
             self.attention.rebind()
+            self.following.rebind()
 
     def _set_constants(self) -> None:
         self.ids.fill_(-1)

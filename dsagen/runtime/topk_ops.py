@@ -9,6 +9,7 @@ import torch
 from dsagen.errors import FrozenError, GuardError
 from dsagen.families.topk.op import Candidate, TopkShape, choose, most_lead
 from dsagen.guard import require_bool, require_int
+from dsagen.plan import KernelPlan
 from dsagen.runtime import traced
 from dsagen.runtime.launch import OpLaunches, Step
 from dsagen.runtime.op_methods import OpMethods
@@ -137,7 +138,8 @@ class TopkOps(OpMethods):
                 plan = plan or self._shared_topk_plan((rows, int(scores.shape[1]), k), ordinal, stream)
                 plan.claim(stream)
                 launches, held = plan.launches, plan.arguments()
-            steps = [Step(self._loader.load(kernel, ordinal), chosen.ctas) for kernel in chosen.plans]
+            kernels = self._topk_kernels(ordinal, chosen, plan is not None and plan.is_dependent)
+            steps = [Step(self._loader.load(kernel, ordinal), chosen.ctas) for kernel in kernels]
             bound = tensors._replace(out=result)
             values = {**arguments, **output_arguments(tensors, result), **held, "row_step": chosen.ctas}
             operands = (*bound, None if plan is None else plan.workspace)
@@ -207,6 +209,16 @@ class TopkOps(OpMethods):
         `workspace` is uint8 memory of at least `topk_workspace_bytes`, which must serve nothing else; it is set to
         zeros on the current stream. Without it the plan allocates its own. FrozenError during graph capture.
         """
+        return self._make_topk_plan((rows, width, k), workspace, device, is_dependent=False)
+
+    def _make_topk_plan(
+        self,
+        sizes: tuple[int, int, int],
+        workspace: torch.Tensor | None,
+        device: Device | None,
+        is_dependent: bool,
+    ) -> TopkPlan:
+        rows, width, k = sizes
         self._require_op(OP)
         ordinal = self._ordinal(device)
         if self._driver.is_capturing(ordinal):
@@ -215,8 +227,15 @@ class TopkOps(OpMethods):
                 "is not possible: call plan_topk before the capture and pass its plan"
             )
         chosen = self._choose_topk(ordinal, self._topk_shape(rows, width, k))
-        shape = (rows, width, k)
-        return TopkPlan(self.spec, self._driver, ordinal, shape, chosen.split, workspace, self._debug_sync)
+        return TopkPlan(
+            self.spec, self._driver, ordinal, sizes, chosen.split, workspace, self._debug_sync, is_dependent
+        )
+
+    def _topk_kernels(self, ordinal: int, chosen: Candidate, is_dependent: bool) -> tuple[KernelPlan, ...]:
+        """Kernels of a call in the order of their launches, the first in its dependent form where that is asked for."""
+        first, *rest = chosen.plans
+        form = self._on(ordinal).dependent(first) if is_dependent else None
+        return (form or first, *rest)
 
     def _topk_shape(self, rows: int, width: int, k: int) -> TopkShape:
         """The shape of a plan, with windows anywhere, so that its workspace serves every call."""

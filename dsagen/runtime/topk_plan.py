@@ -32,7 +32,8 @@ class TopkPlan:
     """For calls with scores [rows, width] and k slots on one device, on one stream at a time.
 
     Made by `Kernels.plan_topk`. Holds a workspace whose address never changes, None where blocks share no row. It is
-    zeros between calls: the kernels leave it so.
+    zeros between calls: the kernels leave it so. `is_dependent` says that calls follow, on their stream, the kernel
+    that makes their scores, and begin while it ends.
     """
 
     def __init__(
@@ -44,7 +45,9 @@ class TopkPlan:
         split: Split | None,
         workspace: torch.Tensor | None = None,
         debug_sync: bool = False,
+        is_dependent: bool = False,
     ) -> None:
+        self.is_dependent = is_dependent
         self.spec, self._driver, self._ordinal = spec, driver, ordinal
         self.rows, self.width, self.k = shape
         self.device = driver.torch_device(ordinal)

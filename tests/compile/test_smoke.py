@@ -9,6 +9,7 @@ import pytest
 
 from dsagen.arch import ARCHS
 from dsagen.build import Store, Toolchain, build_units, find_toolchain
+from dsagen.dependent import is_dependent
 from dsagen.emulator import coverage
 from dsagen.errors import BuildError
 from dsagen.families.indexer_logits import hopper as indexer_hopper
@@ -221,6 +222,15 @@ def test_every_kernel_of_the_index_cache_compiles_as_planned(arch: str, request:
     assert len(plans) == 30
     turn, step = list(ARCHS).index(arch), 1 if request.config.getoption("--all-mutants") else 2 * len(ARCHS)
     require_as_planned(tuple(plans.values())[turn % step :: step], arch)
+
+
+@pytest.mark.parametrize("arch", [name for name, row in ARCHS.items() if row.has_pdl])
+def test_dependent_forms_compile_as_planned(arch: str, request: pytest.FixtureRequest) -> None:
+    """By turns one of them on each arch, since their bodies are those of others; --all-mutants takes all."""
+    plans = expand(load_spec("v32_decode_h16").replace(archs=[arch])).plans()
+    dependent = tuple(plan for plan in plans if is_dependent(plan.variant))
+    turn, step = list(ARCHS).index(arch), 1 if request.config.getoption("--all-mutants") else len(dependent)
+    require_as_planned(dependent[turn % step :: step], arch)
 
 
 def require_as_planned(plans: tuple[KernelPlan, ...], arch: str) -> None:

@@ -31,6 +31,7 @@ from dsagen.check.indexer_cases import Lengths, LogitsCase
 from dsagen.check.kv_cases import Contents
 from dsagen.check.ragged_cases import RaggedCase
 from dsagen.check.ragged_cases import Windows as RaggedWindows
+from dsagen.dependent import is_dependent
 from dsagen.errors import EmulatorError
 from dsagen.families.indexer_logits import hopper as logits_hopper
 from dsagen.families.kv_cache.reference import convert_reference, read_reference, write_reference
@@ -75,14 +76,15 @@ Runner = Callable[[Kernel, Attempt], str]
 def variants() -> dict[str, Variant]:
     """Every kind of kernel of the shipped specs on the archs, by slug.
 
-    Kernels of several KV heads are those of one behind other addresses: nothing in them orders anything else.
+    Kernels of several KV heads are those of one behind other addresses, and nothing in them orders anything else.
+    Dependent forms are those by themselves behind a wait, which test_overlapping_steps.py takes away.
     """
     smallest: dict[tuple[object, ...], Variant] = {}
     for name in shipped_specs():
         spec = load_spec(name)
         cells = [cell for arch in ARCHS for op in spec.ops for cell in family_of_op(op).expand(spec, arch_row(arch))]
         for variant in (cell.variant for cell in cells if cell.variant is not None and cell.kept):
-            if "kvh" in dict(variant.axes):
+            if "kvh" in dict(variant.axes) or is_dependent(variant):
                 continue
             kind = (variant.family, variant.kernel, variant.body, variant.arch)
             key = (*kind, *(axis for axis in variant.axes if axis[0] not in _SIZES))

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dsagen.arch import arch
 from dsagen.build import find_toolchain
 from dsagen.check.candidate_cases import CandidateCase
 from dsagen.check.cases import DecodeCase, ExtraCase
@@ -24,7 +25,9 @@ from dsagen.check.place import Case
 from dsagen.check.ragged_cases import RaggedCase
 from dsagen.check.ragged_cases import Windows as RaggedWindows
 from dsagen.check.run import RUNS, run_case
+from dsagen.check.step_cases import StepCase
 from dsagen.check.topk_cases import Ids, Scores, TopkCase, Windows
+from dsagen.dependent import has_chain
 from dsagen.emulator import DEVICE
 from dsagen.emulator.counters import Counters
 from dsagen.families.kv_cache.op import converts
@@ -56,6 +59,9 @@ CASES: tuple[Case, ...] = (
     *(IndexCacheCase(f"golden.{action}", action) for action in IndexAction),
     RaggedCase("golden", 21, 1000, windows=RaggedWindows.PROMPTS),
     CandidateCase("golden", LogitsCase("", 2, 2, 1000, 64), 120),
+    # Steps whose rows a block holds, and some that blocks share, of a few keys.
+    StepCase("golden", 2, 2, 1000, 200, lengths=Lengths.WHOLE, num_splits=2),
+    StepCase("golden.shared", 1, 5, 40_000, 32, lengths=Lengths.EDGES),
     *(KvCase(f"golden.{action}.{extra}", action, extra) for action in Action for extra in (False, True)),
 )
 
@@ -88,6 +94,8 @@ def reaches(spec: DeploymentSpec, case: Case) -> bool:
     form = _FORMS.get(type(case))
     if form is not None:
         return spec.index is not None and case.op in spec.ops and form in spec.index.forms
+    if isinstance(case, StepCase):
+        return has_chain(spec, arch(spec.archs[0]))
     if not isinstance(case, KvCase):
         return case.op in spec.ops
     record = spec.extra_kv_format if case.extra else spec.kv_format

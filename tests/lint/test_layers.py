@@ -37,7 +37,7 @@ LAYERS = (
             "tensor_map",
         ),
     ),
-    ("core", ("matrix", "plan", "guard", "limits", "family", "division", "occupancy")),
+    ("core", ("matrix", "plan", "guard", "limits", "family", "dependent", "division", "occupancy")),
     ("families", ("families",)),
     ("render", ("render",)),
     ("build", ("build",)),

@@ -42,6 +42,9 @@ class ModelStep:
             counts=torch.zeros(batch, next_n, dtype=torch.int32),
         )
 
+    def decode_step_slugs(self, plan):
+        return ("all",)
+
     def decode_step(self, q, k_cache, *, plan, out, lse, softmax_scale, reuse_ids=False, kv_block_table=None, **given):
         self.calls += 1
         pool = given.get("extra_k_cache", k_cache)

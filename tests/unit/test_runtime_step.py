@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from native_driver import COMPILER, NativeFakeDriver
 
 from dsagen.errors import DsagenError, FrozenError, GuardError
 from dsagen.runtime.api import Kernels
+from dsagen.runtime.driver import DeviceFacts
 from dsagen.spec import load_spec
 
 BATCH, NEXT_N, PAGES, PAGE, WIDTH, K = 3, 2, 20, 16, 100, 32
@@ -105,6 +107,39 @@ def test_a_step_launches_its_stages_over_one_workspace():
         assert first <= tensor.data_ptr() < last and tensor.data_ptr() % 512 == 0
     assert plan.scores.shape == (6, WIDTH) and plan.ids.shape == (BATCH, NEXT_N, K)
     assert plan.workspace_bytes == kernels.decode_step_workspace_bytes(BATCH, NEXT_N, WIDTH, k=K)
+
+
+def test_launches_of_a_step_overlap_unless_asked_not_to():
+    driver, kernels = make()
+    plans = {plan.symbol: plan for plan in kernels._on(0).plans}
+    for overlap, expected in ((None, [False, True, True]), (True, [False, True, True]), (False, [False] * 3)):
+        driver.launches.clear()
+        plan = kernels.plan_decode_step(BATCH, NEXT_N, WIDTH, k=K, overlap=overlap)
+        for _ in range(2):
+            kernels.decode_step(**attention(), **index(), plan=plan)
+        assert [r.config.overlaps_previous for r in driver.launches] == expected * 2
+        assert [plans[r.symbol].slug for r in driver.launches] == list(kernels.decode_step_slugs(plan)) * 2
+    plan = kernels.plan_decode_step(BATCH, NEXT_N, WIDTH, k=K)
+    kernels.decode_step(**attention(), **index(), plan=plan)
+    kernels.decode_step(**attention(), plan=plan, reuse_ids=True)
+    # What comes before a layer that selects nothing is not ours to trigger it.
+    assert not driver.launches[-1].config.overlaps_previous
+    shared = kernels.decode_step_slugs(kernels.plan_decode_step(BATCH, NEXT_N, 60_000, k=K))
+    assert [(slug.split("-")[1], slug.endswith("launch.dependent")) for slug in shared] == [
+        ("main", False), ("count", True), ("select", False), ("main", True)
+    ]  # fmt: skip
+    with pytest.raises(GuardError, match=r"^\[T-12\] overlap: expected True or False"):
+        kernels.plan_decode_step(BATCH, NEXT_N, WIDTH, overlap=1)
+
+
+def test_launches_do_not_overlap_where_the_arch_has_no_such_launches():
+    old = partial(FakeDriver, DeviceFacts("fake A100", (8, 0), 108, 163 * 1024))
+    driver, kernels = make(driver=old, archs=["sm_80"])
+    kernels.decode_step(**attention(), **index(), plan=kernels.plan_decode_step(BATCH, NEXT_N, WIDTH, k=K))
+    assert [r.config.overlaps_previous for r in driver.launches] == [False] * 3
+    kernels.plan_decode_step(BATCH, NEXT_N, WIDTH, k=K, overlap=False)
+    with pytest.raises(GuardError, match=r"^\[T-22\] overlap: sm_80 has no programmatic dependent launch"):
+        kernels.plan_decode_step(BATCH, NEXT_N, WIDTH, k=K, overlap=True)
 
 
 def test_rows_of_scores_begin_where_top_k_reads_fastest():
@@ -352,6 +387,7 @@ def test_explain_of_a_step():
         "kernel: indexer_logits-main",
         "shape: 6 rows of 100 scores, k 32",
         "batch 3, s_q 2, heads 16, topk 32",
+        "top-k of few rows and attention begin while the stage before them ends",
     ):
         assert part in text
     size = kernels.decode_step_workspace_bytes(BATCH, NEXT_N, WIDTH, k=K)

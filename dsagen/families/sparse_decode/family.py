@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from dsagen import knobs
 from dsagen.arch import MAX_REGISTERS_PER_THREAD, Arch
 from dsagen.arch import arch as arch_row
+from dsagen.dependent import dependent_cell, has_chain, plan_either
 from dsagen.families.sparse_decode import geometry as portable
 from dsagen.families.sparse_decode import hopper
 from dsagen.families.sparse_decode.choice_table import read_tables
@@ -90,11 +91,13 @@ class SparseDecode:
         bodies = main_bodies(axes, arch, spec.determinism) if takes_hopper else (BODY,)
         mains = [Variant(NAME, "main", body, arch.name, axes) for body in bodies]
         combine = Variant(NAME, "combine", "portable", arch.name, (("dv", caches.d_v),))
-        return (*(Cell(NAME, "main", arch.name, main) for main in mains), Cell(NAME, "combine", arch.name, combine))
+        cells = tuple(Cell(NAME, "main", arch.name, main) for main in mains)
+        dependent = tuple(map(dependent_cell, cells)) if has_chain(spec, arch) else ()
+        return (*cells, Cell(NAME, "combine", arch.name, combine), *dependent)
 
     def plan(self, variant: Variant) -> KernelPlan:
         """The plan of a main or combine variant; GuardError names the limit that it breaks."""
-        return _plan_combine(variant) if variant.kernel == "combine" else plan_main(variant)
+        return plan_either(variant, _plan_combine if variant.kernel == "combine" else plan_main)
 
 
 FAMILY = SparseDecode()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from dsagen.arch import Arch
 from dsagen.arch import arch as arch_row
+from dsagen.dependent import dependent_cell, has_chain, plan_either
 from dsagen.families.topk.geometry import (
+    MOST_THREADS,
     RESIDENT_SHAPES,
     SCORE_CPP,
     STREAM_THREADS,
@@ -63,15 +65,27 @@ class TopK:
         variants = [resident_variant(spec.scores, arch, threads) for threads, *_ in RESIDENT_SHAPES[arch.smem_class]]
         variants += [stream_variant(spec.scores, arch, threads) for threads in STREAM_THREADS]
         variants += split_variants(spec.scores, arch)
-        return tuple(Cell(NAME, variant.kernel, arch.name, variant) for variant in variants)
+        cells = tuple(Cell(NAME, variant.kernel, arch.name, variant) for variant in variants)
+        return (*cells, *_dependent(cells)) if has_chain(spec, arch) else cells
 
     def plan(self, variant: Variant) -> KernelPlan:
         """The plan of a variant; GuardError names the limit that it breaks."""
         plans = {RESIDENT: plan_resident, STREAM: plan_stream, SPLIT: plan_split}
-        return plans[variant.body](variant)
+        return plan_either(variant, plans[variant.body])
 
 
 FAMILY = TopK()
+
+
+def _dependent(cells: Sequence[Cell]) -> tuple[Cell, ...]:
+    """Forms for decode steps of the kernels that few rows take: many take long, next to the gap before a launch."""
+    return tuple(dependent_cell(cell) for cell in cells if cell.variant is not None and _is_of_few_rows(cell.variant))
+
+
+def _is_of_few_rows(variant: Variant) -> bool:
+    if variant.body == RESIDENT:
+        return variant.axis_int("threads") == MOST_THREADS
+    return variant.kernel == COUNT
 
 
 def resident_variant(score: str, arch: Arch, threads: int) -> Variant:

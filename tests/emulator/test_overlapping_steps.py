@@ -1,0 +1,80 @@
+"""Steps whose launches overlap: each dependent kernel waits for the one before it ahead of what that one writes."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import dsagen
+from dsagen.check.indexer_cases import Lengths
+from dsagen.check.run import KernelCache
+from dsagen.check.step_cases import StepCase
+from dsagen.check.step_run import StepRun
+from dsagen.dependent import is_dependent
+from dsagen.errors import EmulatorError
+from dsagen.runtime import api
+from dsagen.runtime.emulated import EmulatedLaunch, EmulatorOptions, read_ptx
+from dsagen.spec import load_spec
+
+pytestmark = pytest.mark.compile
+
+SPEC = load_spec("v32_decode_h16")
+# A row that a block holds, and one that several share.
+HELD = StepCase("overlap.held", 1, 2, 300, 100, lengths=Lengths.WHOLE, num_splits=2)
+SHARED = StepCase("overlap.shared", 1, 5, 40_000, 32, lengths=Lengths.EDGES)
+
+
+def run(case: StepCase, launches: list[EmulatedLaunch] | None = None) -> StepRun:
+    observe = None if launches is None else launches.append
+
+    def load(spec: Any, device: torch.device) -> Any:
+        return dsagen.load(spec, device="emulator", emulator=EmulatorOptions(seed=1, threads=1, observe=observe))
+
+    found = StepRun(case, KernelCache(SPEC, torch.device("cpu"), load), torch.device("cpu"), 7)
+    found.run()
+    return found
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, symbol: str) -> None:
+    """Take the wait out of the dependent kernels with that in their names."""
+
+    def read(plans: Any) -> Any:
+        codes = read_ptx(plans)
+        dependent = {plan.slug for plan in plans if is_dependent(plan.variant) and symbol in plan.symbol}
+        spoilt = {slug: re.subn(r"griddepcontrol\.wait;", "", codes[slug].ptx) for slug in dependent}
+        assert all(count == 1 for _, count in spoilt.values())
+        return {**codes, **{slug: replace(codes[slug], ptx=text) for slug, (text, _) in spoilt.items()}}
+
+    monkeypatch.setattr(api, "read_ptx", read)
+
+
+@pytest.mark.parametrize("case", [HELD, SHARED], ids=lambda case: case.name)
+def test_a_step_launches_the_forms_that_wait(case: StepCase) -> None:
+    launches: list[EmulatedLaunch] = []
+    found = run(case, launches)
+    dependent = [launch.symbol.endswith("launch_dependent") for launch in launches]
+    # Scores, their selection by one kernel or two, attention and its combine.
+    assert dependent[:3] == ([False, True, True] if case is HELD else [False, True, False])
+    assert {launch.symbol for launch in launches} == {"dsa_" + re.sub(r"[-.]", "_", slug) for slug in found.launched}
+
+
+@pytest.mark.parametrize(
+    ("case", "symbol", "buffer"),
+    [
+        (HELD, "topk_main", "scores"),
+        (SHARED, "topk_count", "scores"),
+        (HELD, "sparse_decode_main", "(indices|topk_length)"),
+    ],
+    ids=["topk", "shared_rows", "attention"],
+)
+def test_a_kernel_that_does_not_wait_is_stopped(
+    case: StepCase, symbol: str, buffer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(monkeypatch, symbol)
+    early = rf"buffer {buffer}, which the grid before writes, ahead of griddepcontrol\.wait"
+    with pytest.raises(EmulatorError, match=early):
+        run(case)
