@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import product
 from typing import ClassVar
@@ -30,7 +30,7 @@ class Windows(StrEnum):
 class RaggedCase:
     """One call. `heads` None: the spec's own; `max_window` None: rows of a column for each key.
 
-    `key_gap` bytes lie between keys; `strided` gives every other tensor gaps.
+    `key_gap` bytes lie between keys; `strided` gives every other tensor gaps; `short_sums` as of the paged cases.
     """
 
     op: ClassVar[str] = "indexer_logits"
@@ -47,6 +47,7 @@ class RaggedCase:
     unscored: int = 0
     strided: bool = False
     probe: Probe = Probe.PLAIN
+    short_sums: bool = False
 
     @property
     def rows(self) -> int:
@@ -59,12 +60,14 @@ class RaggedCase:
         return self.keys if self.max_window is None else self.max_window
 
 
-def ragged_cases(tier: Tier, keeps_nan: bool) -> tuple[RaggedCase, ...]:
-    """The cases of a tier; names begin with `ragged.`. `keeps_nan`: NaN codes are NaN to the kernel."""
+def ragged_cases(tier: Tier, keeps_nan: bool, short_sums: bool = False) -> tuple[RaggedCase, ...]:
+    """The cases of a tier; names begin with `ragged.`. `keeps_nan`: NaN codes are NaN to the kernel;
+    `short_sums` as of a case.
+    """
     cases = [*_contents_cases(keeps_nan), *_window_cases(), *_place_cases(), *_shape_cases(), *_probe_cases()]
     if tier == "full":
         cases += _large_cases()
-    return tuple(cases)
+    return tuple(replace(case, short_sums=short_sums) for case in cases)
 
 
 def _contents_cases(keeps_nan: bool) -> Iterator[RaggedCase]:

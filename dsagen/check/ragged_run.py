@@ -14,6 +14,8 @@ from dsagen.check.indexer_inputs import as_codes, codes_of, query_scales, scales
 from dsagen.check.outputs import GuardedTensor
 from dsagen.check.ragged_cases import RaggedCase, Windows
 from dsagen.check.scores_run import (
+    SHORT_SUM_ERRORS,
+    SUM_ERROR,
     ScoresRun,
     differs_exactly,
     differs_more,
@@ -207,4 +209,7 @@ class RaggedRun(ScoresRun[RaggedCase, RaggedKernels, RaggedInputs]):
             weights=inputs.weights.abs(),
         )
         given: Any = (*sized.tensors, record, self.case.max_window)
-        return differs_more(found, want, ragged_reference(*given, q_scales=inputs.q_scales)[0])
+        size = ragged_reference(*given, q_scales=inputs.q_scales)[0]
+        return differs_more(
+            found, want, size, SHORT_SUM_ERRORS[self.case.contents] if self.case.short_sums else SUM_ERROR
+        )

@@ -38,6 +38,20 @@ struct RaggedUnit {
     return seen.end - seen.begin <= static_cast<u32>(p.unscored) ? Window{0, 0} : seen;
   }
 
+  // From the first to the last key that any of its tokens needs.
+  template <class Params>
+  DSA_DEVICE Window around(const Params& p) const {
+    Window all{0xffffffffu, 0};
+#pragma unroll 4
+    for (int i = 0; i < tokens; ++i) {
+      const Window own = window(p, i);
+      if (own.begin == own.end) continue;
+      all.begin = own.begin < all.begin ? own.begin : all.begin;
+      all.end = own.end > all.end ? own.end : all.end;
+    }
+    return all.end == 0 ? Window{0, 0} : all;
+  }
+
   // First of the keys that any of its tokens needs.
   template <class Params>
   DSA_DEVICE u32 first_key(const Params& p) const { return around(p).begin; }
@@ -70,19 +84,6 @@ struct RaggedUnit {
 
   template <class Params>
   DSA_DEVICE i64 row(const Params&, int i) const { return static_cast<i64>(first_token) + i; }
-
- private:
-  template <class Params>
-  DSA_DEVICE Window around(const Params& p) const {
-    Window all{0xffffffffu, 0};
-    for (int i = 0; i < tokens; ++i) {
-      const Window own = window(p, i);
-      if (own.begin == own.end) continue;
-      all.begin = own.begin < all.begin ? own.begin : all.begin;
-      all.end = own.end > all.end ? own.end : all.end;
-    }
-    return all.end == 0 ? Window{0, 0} : all;
-  }
 };
 
 }  // namespace indexer_logits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from dsagen.build import Store, Toolchain, build_units, find_toolchain
 from dsagen.dependent import is_dependent
 from dsagen.emulator import coverage
 from dsagen.errors import BuildError
-from dsagen.families.indexer_logits import hopper as indexer_hopper
+from dsagen.families.indexer_logits import FAMILY as INDEXER_LOGITS
 from dsagen.families.indexer_logits.geometry import DIMS
 from dsagen.families.kv_cache import family as kv_cache
 from dsagen.families.kv_cache.family import cache_axes
@@ -173,16 +174,24 @@ def test_every_kernel_of_the_indexer_compiles_as_planned(arch: str) -> None:
     require_as_planned(tuple(plans), arch)
 
 
-def test_the_indexer_s_hopper_body_compiles_as_planned(request: pytest.FixtureRequest) -> None:
+# Dims, heads and scores of the indexer's hopper body: of keys in one piece 40 heads leave columns of products over.
+HOPPER_SHAPES = {
+    "main": ((128, 64, "fp32"), (128, 128, "bf16"), (64, 88, "fp32"), (32, 8, "bf16")),
+    "ragged": ((128, 64, "fp32"), (128, 120, "bf16"), (64, 40, "fp32"), (32, 8, "bf16")),
+}
+
+
+@pytest.mark.parametrize("role", HOPPER_SHAPES)
+def test_the_indexer_s_hopper_body_compiles_as_planned(role: str, request: pytest.FixtureRequest) -> None:
     """Each width of keys with head counts in turn; --all-mutants takes all, with scores of both dtypes."""
-    shapes = [(128, 64, "fp32"), (128, 128, "bf16"), (64, 88, "fp32"), (32, 8, "bf16")]
+    shapes: Iterable[tuple[int, int, str]] = HOPPER_SHAPES[role]
     if request.config.getoption("--all-mutants"):
         shapes = [(dim, heads, scores) for dim in DIMS for heads in range(8, 129, 8) for scores in ("fp32", "bf16")]
     plans = []
     for dim, heads, scores in shapes:
         smem = ARCHS["sm_90a"].smem_class
         axes = (("keys", "fp8"), ("dim", dim), ("heads", heads), ("score", scores), ("smem", smem))
-        plans.append(indexer_hopper.plan_hopper(Variant("indexer_logits", "main", "hopper", "sm_90a", axes)))
+        plans.append(INDEXER_LOGITS.plan(Variant("indexer_logits", role, "hopper", "sm_90a", axes)))
     require_as_planned(tuple(plans), "sm_90a")
 
 

@@ -56,11 +56,11 @@ def ragged_spec(arch: str, heads: int = 16, dim: int = 128, scores: str = "fp32"
 
 
 @cache
-def hopper_kernel(heads: int, dim: int = 128, scores: str = "fp32") -> Kernel:
+def hopper_kernel(heads: int, dim: int = 128, scores: str = "fp32", role: str = "main") -> Kernel:
     """The kernel of the hopper body, which no spec asks for by itself."""
     arch = arch_row("sm_90a")
     axes = (("keys", "fp8"), ("dim", dim), ("heads", heads), ("score", scores), ("smem", arch.smem_class))
-    plan = FAMILY.plan(Variant(FAMILY.name, "main", hopper.BODY, arch.name, axes))
+    plan = FAMILY.plan(Variant(FAMILY.name, role, hopper.BODY, arch.name, axes))
     return Kernel(plan, ptx_of(plan))
 
 

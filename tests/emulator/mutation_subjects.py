@@ -96,10 +96,11 @@ def variants() -> dict[str, Variant]:
 
 
 def _shows_warpgroups(variant: Variant) -> bool:
-    """Whether this is a main kernel whose like with warpgroup products is tried, too: one and two formats of rows."""
+    """Whether this is a kernel whose like with warpgroup products is tried, too: one and two formats of rows."""
     axes = dict(variant.axes)
     if variant.family == LogitsCase.op:
-        return variant.kernel == "main" and logits_hopper.takes(str(axes["keys"]), arch_row(variant.arch))
+        taken = logits_hopper.takes(str(axes["keys"]), arch_row(variant.arch))
+        return taken and variant.kernel in ("main", "ragged")
     pair = (axes.get("kv"), axes.get("xkv"))
     return variant.body == decode_family.BODY and variant.arch == "sm_90a" and pair in _WARPGROUP_ROWS
 
@@ -259,6 +260,12 @@ _RAGGED_CASES = (
     RaggedCase("mutants", 13, 2600, windows=RaggedWindows.PROMPTS, key_gap=16),
     RaggedCase("mutants.words", 140, 130, 90, windows=RaggedWindows.BEYOND, fill=True, key_gap=4, heads=128),
 )
+# Of the hopper body, whose units have more tokens: several of them that its ring goes round in, too.
+_HOPPER_RAGGED_CASES = (
+    _RAGGED_CASES[0],
+    RaggedCase("mutants.units", 70, 900, windows=RaggedWindows.WHOLE),
+    replace(_RAGGED_CASES[1], heads=None),
+)
 
 
 _CANDIDATE_CASES = (
@@ -271,7 +278,8 @@ def _run_logits(kernel: Kernel, attempt: Attempt) -> str:
     variant = kernel.plan.variant
     axes = variant.arch, _LOGITS_HEADS, variant.axis_int("dim"), str(variant.axis("score")), str(variant.axis("keys"))
     if variant.kernel == "ragged":
-        case = _RAGGED_CASES[attempt.seed % 2]
+        of_form = _HOPPER_RAGGED_CASES if variant.body == logits_hopper.BODY else _RAGGED_CASES
+        case = of_form[attempt.seed % len(of_form)]
         spec = indexer.ragged_spec(variant.arch, case.heads or 16, *axes[2:])
         return indexer.ragged_problem(case, indexer.EmulatedRagged(spec, kernel, attempt.seed, attempt.schedule))
     if variant.kernel == "candidates":

@@ -107,6 +107,15 @@ EQUIVALENTS = (
         "what lane 0 stores is read by its own warp, which meets in a barrier between filling a place of its ring and "
         "taking from it",
     ),
+    Equivalent(
+        "indexer_logits-ragged-hopper-*", ("without copies",), ("ring.start(", "ptx::mbarrier_arrive_after_copies("),
+        "before the first products of a unit every thread waits for all that it has copied, and all meet",
+    ),
+    Equivalent(
+        "indexer_logits-ragged-hopper-*", ("removed", "relaxed"), ("turns.await();",),
+        "turns are for the time that products and sums take: no data passes",
+    ),
+    Equivalent("indexer_logits-ragged-hopper-*", ("relaxed",), ("turns.pass(",), "the same"),
     *(
         Equivalent(
             kernels, changes, (line,),

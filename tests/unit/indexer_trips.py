@@ -71,6 +71,29 @@ INDEXER_TRIPS = {
         {"query_rows": 80},
         {},
     ),
+    "IL-43": (
+        {"queries": 2, "heads": 72, "columns": 144},
+        "[IL-43] 2 tokens of 72 heads in products of 144 columns: tokens with 72 to 128 rows between them are needed, "
+        "and a column for each row",
+        "(72 <= (queries * heads) && (queries * heads) <= 128 && columns == (queries * heads))",
+        {"queries": 1, "columns": 72},
+        {},
+    ),
+    "IL-44": (
+        {"ahead": 2, "stages": 3},
+        "[IL-44] 2 of 3 stages ahead: at least one, and two fewer than there are, since the groups of a pair are a "
+        "tile apart",
+        "(1 <= ahead && (ahead + 2) <= stages)",
+        {"stages": 4},
+        {},
+    ),
+    "IL-45": (
+        {"threads": 384},
+        "[IL-45] block of 384 threads: pairs of warpgroups of 128 are needed",
+        "(threads % 256) == 0",
+        {"threads": 512},
+        {},
+    ),
     "IL-05": (
         {"batch": 2, "next_n": 9},
         "[IL-05] q: 2 requests of 9 tokens: 1..8 tokens a request, at most 2147483647 in all",

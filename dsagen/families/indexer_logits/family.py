@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from dsagen import knobs
 from dsagen.arch import Arch
 from dsagen.arch import arch as arch_row
-from dsagen.families.indexer_logits import hopper
+from dsagen.families.indexer_logits import hopper, hopper_ragged
 from dsagen.families.indexer_logits.geometry import (
     CODES_CPP,
     MOST_HEADS,
@@ -18,8 +18,13 @@ from dsagen.families.indexer_logits.geometry import (
     preferred_geometry,
     smem_fields,
 )
-from dsagen.families.indexer_logits.guards import LAUNCH_GUARDS, PLAN_GUARDS, WARPGROUP_GUARDS
-from dsagen.families.indexer_logits.op import FORMS, PAGED, ROLES
+from dsagen.families.indexer_logits.guards import (
+    LAUNCH_GUARDS,
+    PLAN_GUARDS,
+    RAGGED_WARPGROUP_GUARDS,
+    WARPGROUP_GUARDS,
+)
+from dsagen.families.indexer_logits.op import CANDIDATES, FORMS, RAGGED, ROLES
 from dsagen.families.indexer_logits.params import params_of
 from dsagen.family import Cell
 from dsagen.guard import Guard, check
@@ -47,7 +52,12 @@ class IndexerLogits:
 
     name = NAME
     ops: tuple[str, ...] = ("indexer_logits",)
-    guards: tuple[Guard, ...] = PLAN_GUARDS + WARPGROUP_GUARDS + LAUNCH_GUARDS
+    guards: tuple[Guard, ...] = (
+        *PLAN_GUARDS,
+        *WARPGROUP_GUARDS,
+        *RAGGED_WARPGROUP_GUARDS,
+        *LAUNCH_GUARDS,
+    )
 
     def expand(self, spec: DeploymentSpec, arch: Arch) -> tuple[Cell, ...]:
         """A kernel for each form that the spec has keys in, for any number of tokens."""
@@ -57,16 +67,18 @@ class IndexerLogits:
 
     def plan(self, variant: Variant) -> KernelPlan:
         """The plan of a variant; GuardError names the limit that it breaks."""
-        return hopper.plan_hopper(variant) if variant.body == hopper.BODY else plan_main(variant)
+        if variant.body != hopper.BODY:
+            return plan_main(variant)
+        return hopper_ragged.plan_hopper_ragged(variant) if variant.kernel == RAGGED else hopper.plan_hopper(variant)
 
 
 FAMILY = IndexerLogits()
 
 
 def body_of(keys: str, role: str, arch: Arch) -> str:
-    """The body that DSAGEN_INDEXER_LOGITS_BODY asks for, where it reads these keys in pages; else `mma_sync`."""
+    """The body that DSAGEN_INDEXER_LOGITS_BODY asks for, where it takes these keys in that form; else `mma_sync`."""
     wanted = knobs.INDEXER_LOGITS_BODY.get()
-    return hopper.BODY if wanted == hopper.BODY and role == PAGED and hopper.takes(keys, arch) else BODY
+    return hopper.BODY if wanted == hopper.BODY and role != CANDIDATES and hopper.takes(keys, arch) else BODY
 
 
 def _variant(index: IndexSpec, scores: str, role: str, arch: Arch) -> Variant:

@@ -66,10 +66,38 @@ WARPGROUP_GUARDS: tuple[Guard, ...] = (
         "image of {query_rows} rows: at least a token must fit, {tokens} of {token_rows} rows are to",
     ),
 )
+# Of its kernel for keys in one piece.
+RAGGED_WARPGROUP_GUARDS: tuple[Guard, ...] = (
+    Guard(
+        "IL-43",
+        "plan",
+        "72 <= queries * heads and queries * heads <= 128 and columns == queries * heads",
+        "{queries} tokens of {heads} heads in products of {columns} columns: tokens with 72 to 128 rows between them "
+        "are needed, and a column for each row",
+    ),
+    Guard(
+        "IL-44",
+        "plan",
+        "1 <= ahead and ahead + 2 <= stages",
+        "{ahead} of {stages} stages ahead: at least one, and two fewer than there are, since the groups of a pair are "
+        "a tile apart",
+    ),
+    Guard(
+        "IL-45",
+        "plan",
+        "threads % 256 == 0",
+        "block of {threads} threads: pairs of warpgroups of 128 are needed",
+    ),
+)
 _SHARED_WITH_HOPPER = ("K-01", "K-02", "IL-02", "IL-04")
 HOPPER_PLAN_GUARDS: tuple[Guard, ...] = (
     *(guard for guard in PLAN_GUARDS if guard.guard_id in _SHARED_WITH_HOPPER),
     *WARPGROUP_GUARDS,
+)
+HOPPER_RAGGED_PLAN_GUARDS: tuple[Guard, ...] = (
+    *(guard for guard in PLAN_GUARDS if guard.guard_id in _SHARED_WITH_HOPPER),
+    *(guard for guard in WARPGROUP_GUARDS if guard.guard_id == "IL-40"),
+    *RAGGED_WARPGROUP_GUARDS,
 )
 
 TOKENS_GUARD = Guard(

@@ -27,7 +27,7 @@ REGISTERS = 168
 # Of a product: accumulators of more, for two of them, would leave no registers.
 MOST_COLUMNS = 64
 # Rows of the image are what the tensor cores' swizzle spans, and groups of eight begin at multiples of the second.
-QUERY_PITCH_BYTES, _QUERY_ALIGN_BYTES = 128, 1024
+QUERY_PITCH_BYTES, QUERY_ALIGN_BYTES = 128, 1024
 # Rows that the image has room for. Tokens with more between them read the keys again; products take longer then.
 MOST_QUERY_ROWS = 256
 # At most, of a warp. Three blocks with two stages of 4 KB a warp have 100 KB under way, enough to keep memory busy.
@@ -110,7 +110,7 @@ def smem_fields(g: HopperGeometry) -> tuple[tuple[SmemField, ...], int]:
     note = "q, a row a token and head, swizzled"
     return lay_out_smem(
         (
-            SmemField("query", "u8", (g.query_rows, QUERY_PITCH_BYTES), note, _QUERY_ALIGN_BYTES),
+            SmemField("query", "u8", (g.query_rows, QUERY_PITCH_BYTES), note, QUERY_ALIGN_BYTES),
             SmemField("keys", "u8", (*ring, WARP_KEYS * g.dim), "codes of each warp's keys", align_bytes=128),
             SmemField("scales", "u32", (*ring, WARP_KEYS), "their scales"),
             SmemField("held", "u32", ring, "a bit for each key that a page holds"),

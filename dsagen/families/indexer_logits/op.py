@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from dsagen.arch import Arch
+from dsagen.arch import Arch, DeviceFigures
 from dsagen.families.indexer_logits.guards import (
     CANDIDATES_ONLY,
     KEY_COUNT_GUARD,
@@ -126,8 +126,12 @@ def floor_seconds(plan: KernelPlan, shape: LogitsShape, arch: Arch) -> float | N
     scores_bytes = shape.tokens * shape.width * SCORE_BYTES[str(plan.variant.axis("score"))]
     flops = 2.0 * shape.tokens * shape.width * shape.heads * dim
     memory = (keys_bytes + scores_bytes) / figures.dram_read_bytes_per_second
-    rate = figures.e4m3_flops_per_second if sums_e4m3(plan) else figures.bf16_flops_per_second
-    return max(memory, flops / rate)
+    return max(memory, flops / product_rate(plan, figures))
+
+
+def product_rate(plan: KernelPlan, figures: DeviceFigures) -> float:
+    """FLOP/s of the plan's products on a device: of e4m3 operands, or of 16-bit ones."""
+    return figures.e4m3_flops_per_second if sums_e4m3(plan) else figures.bf16_flops_per_second
 
 
 def explain_call(plan: KernelPlan, shape: LogitsShape, sm_count: int, arch: Arch) -> str:
@@ -200,7 +204,7 @@ def ragged_floor_seconds(plan: KernelPlan, shape: RaggedShape, arch: Arch) -> fl
     scores_bytes = shape.tokens * shape.keys * SCORE_BYTES[str(plan.variant.axis("score"))]
     memory = (shape.keys * record.record_bytes(dim) + scores_bytes) / figures.dram_read_bytes_per_second
     flops = 2.0 * shape.tokens * shape.keys * shape.heads * dim
-    return max(memory, flops / figures.bf16_flops_per_second)
+    return max(memory, flops / product_rate(plan, figures))
 
 
 def _judged(guards: Iterable[Guard], values: Mapping[str, int]) -> list[str]:
