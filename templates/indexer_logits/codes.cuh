@@ -62,17 +62,16 @@ struct Mxfp4Codes {
   static DSA_DEVICE Factor factor(u32 word, int block) { return power_pair(word, block); }
   // Codes in the low half of the word.
   static DSA_DEVICE void quad(u32 codes, Factor factor, u32& low, u32& high) {
-    low = scaled(codes | codes << 12, factor), high = scaled(codes >> 8 | codes << 4, factor);
+    low = of_tops((codes | codes << 12) << 12, factor), high = of_tops((codes >> 8 | codes << 4) << 12, factor);
+  }
+  // Two codes, in the upper four bits of either half.
+  static DSA_DEVICE u32 of_tops(u32 halves, Factor factor) {
+    // Moved into bf16's fields they are 2^-126 of their values, subnormal ones too.
+    const u32 moved = (halves & 0x80008000u) | (halves >> 6 & 0x01c001c0u);
+    return ptx::mul_bf16x2(ptx::mul_bf16x2(moved, 0x7e807e80u), factor);
   }
   static DSA_DEVICE void product(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     ptx::mma_bf16(d, a[0], a[1], a[2], a[3], b0, b1);
-  }
-
- private:
-  // Codes at bits 0 and 16. Moved into bf16's fields they are 2^-126 of their values, subnormal ones too.
-  static DSA_DEVICE u32 scaled(u32 pair, Factor factor) {
-    const u32 moved = (pair << 12 & 0x80008000u) | (pair << 6 & 0x01c001c0u);
-    return ptx::mul_bf16x2(ptx::mul_bf16x2(moved, 0x7e807e80u), factor);
   }
 };
 

@@ -1,6 +1,8 @@
-// Indexer logits for Hopper: warpgroup products of e4m3 codes as they come.
+// Indexer logits for Hopper: warpgroup products of e4m3 codes as they come, or of 16-bit numbers with the scales of blocks.
 //
 //   scores[t, j] = scale_j * sum_h w[t, h] * relu(q[t, h] . k_j)
+//
+// where scale_j is 1 for keys whose blocks of dims have scales of their own.
 //
 // Keys are the M of a product, 64 of them, 16 a warp, and a warp holds those of two products in registers for all tokens of a
 // unit. The heads of a token, or half of them, are its N, which the tensor cores read from an image of q in shared memory.
@@ -18,6 +20,7 @@
 // The blocks of the grid take equal spans of the tiles of all units; none looks at what another does.
 #pragma once
 #include "indexer_logits/hopper_keys.cuh"
+#include "indexer_logits/hopper_operands.cuh"
 #include "indexer_logits/hopper_query.cuh"
 #include "indexer_logits/store.cuh"
 #include "indexer_logits/work.cuh"
@@ -27,20 +30,20 @@
 #include "prims/ptx/max_nan.cuh"
 #include "prims/ptx/memory.cuh"
 #include "prims/ptx/thread.cuh"
-#include "prims/ptx/wgmma_e4m3.cuh"
+#include "prims/ptx/wgmma.cuh"
 
 namespace indexer_logits {
 
-template <class C, class S, class Score, class Params>
+template <class C, class S, class Operands, class Score, class Params>
 struct Hopper {
   static constexpr int kThreads = 32 * C::kWarps, kDim = C::kDim;
-  static constexpr int kSteps = kDim / 32;
-  // Heads that are multiplied at a time: accumulators of more than 64 would leave no registers.
+  static constexpr int kSteps = Operands::kSteps;
+  // Heads that are multiplied at a time: accumulators of more would leave no registers.
   static constexpr int kParts = C::kParts, kTiles = C::kRows / kParts / 8;
   static_assert(C::kWarps % 4 == 0 && C::kTileKeys == 4 * kWarpKeys && C::kRows % (8 * kParts) == 0 && kTiles <= 8);
   static_assert(C::kQueryPitchBytes == 128, "what the swizzle spans");
-  using Image = CodeImage<C, S, Params>;
-  using Ring = BulkKeyRing<C, S, Params>;
+  using Image = OperandImage<C, S, Operands, Params>;
+  using Ring = BulkKeyRing<C, S, Operands, Params>;
   using Word = typename Score::Word;
 
   static DSA_DEVICE void run(const Params& p, S& shared) {
@@ -100,8 +103,8 @@ struct Hopper {
   static DSA_DEVICE void multiply(float (&sums)[2][4], const u32 (&a)[2][kSteps][4], u64 b, u32 weights) {
     float x[kTiles][4], y[kTiles][4];
     ptx::wgmma_fence();
-    start(x, a[0], b);
-    start(y, a[1], b);
+    Operands::start(x, a[0], b);
+    Operands::start(y, a[1], b);
     ptx::wgmma_wait<1>();
     ptx::hold(x);
     add(sums[0], x, weights);
@@ -113,18 +116,10 @@ struct Hopper {
   static DSA_DEVICE void multiply_first(float (&sums)[2][4], const u32 (&a)[2][kSteps][4], u64 b, u32 weights) {
     float x[kTiles][4];
     ptx::wgmma_fence();
-    start(x, a[0], b);
+    Operands::start(x, a[0], b);
     ptx::wgmma_wait<0>();
     ptx::hold(x);
     add(sums[0], x, weights);
-  }
-
-  // d = products of all steps, a group of their own.
-  static DSA_DEVICE void start(float (&d)[kTiles][4], const u32 (&a)[kSteps][4], u64 b) {
-    ptx::WgmmaE4m3<kTiles>::start(d, a[0], b);
-#pragma unroll
-    for (int step = 1; step < kSteps; ++step) ptx::WgmmaE4m3<kTiles>::add(d, a[step], b + 2 * step);
-    ptx::wgmma_commit();
   }
 
   // sums += weight x relu: rows r and r + 8, each of even and odd columns.

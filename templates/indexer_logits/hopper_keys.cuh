@@ -1,4 +1,4 @@
-// A warp's ring of 32 keys each: paged rows of e4m3 codes as they lie in the cache, brought by bulk copies, and their scales.
+// A warp's ring of 32 keys each: paged rows of codes as they lie in the cache, brought by bulk copies, and their scales.
 #pragma once
 #include "indexer_logits/hopper_query.cuh"
 #include "indexer_logits/work.cuh"
@@ -26,11 +26,11 @@ struct OwnKey {
   static DSA_DEVICE int place(int lane) { return lane / 4 + lane / 2 % 2 * 16 + lane % 2 * 8; }
 };
 
-template <class C, class S, class Params>
+template <class C, class S, class Operands, class Params>
 struct BulkKeyRing {
-  using Order = CodeOrder<C::kDim>;
   using Place = PlaceOf<S>;
-  static constexpr int kDim = C::kDim, kSteps = kDim / 32, kKeyBytes = kWarpKeys * kDim;
+  static constexpr int kRowBytes = C::kRowBytes, kSteps = Operands::kSteps, kKeyBytes = kWarpKeys * kRowBytes;
+  static constexpr int kWords = kRowBytes / 16;  // of a lane and key
   static constexpr u32 kNoPage = 0xffffffffu, kAll = 0xffffffffu;
   // Each lane for its copies of words, and the lane that announces the bytes of bulk copies.
   static constexpr int kArrivals = 33;
@@ -84,7 +84,7 @@ struct BulkKeyRing {
       load_rows<false>(a, mask);
     }
     const int key = OwnKey::place(lane);
-    own.scale = ptx::float_of(ptx::load_shared_4(scales(slot) + 4 * key));
+    own.scale = Operands::kBlockScales ? 1.0f : ptx::float_of(ptx::load_shared_4(scales(slot) + 4 * key));
     own.held = (mask >> key & 1) != 0;
     ptx::warp_sync();
     if (next < last) {
@@ -119,14 +119,14 @@ struct BulkKeyRing {
     const u32 key = next + lane, offset = key - divisor.divide(key) * p.page_size, barrier = landed(to);
     const bool holds = of_page < p.pool_pages;
     const u8* base = p.k_cache + (holds ? static_cast<i64>(of_page) * p.page_stride_bytes : 0);
-    const u8* source = base + static_cast<i64>(offset) * kDim;
-    const u8* scale = base + static_cast<i64>(p.page_size) * kDim + 4 * static_cast<i64>(offset);
+    const u8* source = base + static_cast<i64>(offset) * kRowBytes;
+    const u8* scale = base + static_cast<i64>(p.page_size) * kRowBytes + 4 * static_cast<i64>(offset);
     const u32 valid = ptx::ballot(holds);
     ptx::copy_async_4(scales(to) + 4 * lane, holds ? scale : p.k_cache, holds ? 4 : 0);
     const bool wide = p.wide_copies != 0;
     if (lane == 0) {
       ptx::store_shared_4(held(to), valid);
-      ptx::mbarrier_arrive_expect(barrier, wide ? ptx::count_ones(valid) * kDim : 0);
+      ptx::mbarrier_arrive_expect(barrier, wide ? ptx::count_ones(valid) * kRowBytes : 0);
     }
     if (wide) {
       copy_pieces(codes(to), source, holds, offset, barrier);
@@ -143,12 +143,12 @@ struct BulkKeyRing {
     u32 keys = own_keys - lane;
     if (end - next - lane < keys) keys = end - next - lane;
     if (p.page_size - offset < keys) keys = p.page_size - offset;
-    ptx::copy_bulk(target + lane * kDim, source, keys * kDim, barrier);
+    ptx::copy_bulk(target + lane * kRowBytes, source, keys * kRowBytes, barrier);
   }
 
   // The same by words, which need no alignment to 16 bytes.
   DSA_DEVICE void copy_words(u32 target, u64 source, u32 valid) const {
-    constexpr int kRowWords = kDim / 4;
+    constexpr int kRowWords = kRowBytes / 4;
     const u32 low = static_cast<u32>(source), high = static_cast<u32>(source >> 32);
 #pragma unroll 2
     for (int i = 0; i < kWarpKeys * kRowWords / 32; ++i) {
@@ -161,30 +161,33 @@ struct BulkKeyRing {
   // A lane's dims of its four keys, rows r and r + 8 of each product; zeros where no page holds one.
   template <bool kAllHeld>
   DSA_DEVICE void load_rows(u32 (&a)[2][kSteps][4], u32 mask) const {
-    const u32 rows = codes(slot) + lane / 4 * kDim + lane % 4 * (4 * Order::kPieceWords);
+    constexpr int kPieceBytes = kRowBytes >= 64 ? 16 : kRowBytes / 4;
+    const u32 rows = codes(slot) + lane / 4 * kRowBytes + lane % 4 * kPieceBytes;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      u32 words[2 * kSteps];
-      load_row(words, rows + 8 * i * kDim, kAllHeld || (mask >> (lane / 4 + 8 * i) & 1) != 0);
-#pragma unroll
-      for (int n = 0; n < 2 * kSteps; ++n) a[i / 2][n / 2][n % 2 * 2 + i % 2] = words[n];
+      u32 words[kWords], of_blocks = 0;
+      load_row(words, rows + 8 * i * kRowBytes, kAllHeld || (mask >> (lane / 4 + 8 * i) & 1) != 0);
+      if constexpr (Operands::kBlockScales) of_blocks = ptx::load_shared_4(scales(slot) + 4 * (lane / 4 + 8 * i));
+      Operands::take(a[i / 2], i % 2, words, of_blocks, lane);
     }
   }
 
   // In rows of 128 B every other one begins with its second half, so that the eight lanes that a 16-byte load serves at a
   // time, four of each of two rows, meet in no bank.
-  DSA_DEVICE void load_row(u32 (&words)[2 * kSteps], u32 at, bool wanted) const {
-    if constexpr (kDim == 128) {
+  DSA_DEVICE void load_row(u32 (&words)[kWords], u32 at, bool wanted) const {
+    if constexpr (kRowBytes == 128) {
       const bool turned = lane / 4 % 2 != 0;
       const Words4 x = load_16(at + (turned ? 64 : 0), wanted), y = load_16(at + (turned ? 0 : 64), wanted);
       words[0] = turned ? y.x : x.x, words[1] = turned ? y.y : x.y, words[2] = turned ? y.z : x.z, words[3] = turned ? y.w : x.w;
       words[4] = turned ? x.x : y.x, words[5] = turned ? x.y : y.y, words[6] = turned ? x.z : y.z, words[7] = turned ? x.w : y.w;
-    } else if constexpr (kDim == 64) {
+    } else if constexpr (kRowBytes == 64) {
       const Words4 x = load_16(at, wanted);
       words[0] = x.x, words[1] = x.y, words[2] = x.z, words[3] = x.w;
-    } else {
+    } else if constexpr (kRowBytes == 32) {
       words[0] = words[1] = 0;
       if (wanted) ptx::load_shared_8(words[0], words[1], at);
+    } else {
+      words[0] = wanted ? ptx::load_shared_4(at) : 0;
     }
   }
 

@@ -1,30 +1,14 @@
-// What a unit's products need beside keys, in shared memory: q as it comes, swizzled for the tensor cores, its weights, and
-// how many keys each token sees.
+// What a unit's products need beside keys, in shared memory: q, swizzled for the tensor cores, its weights, and how many keys
+// each token sees.
 #pragma once
 #include "indexer_logits/work.cuh"
 #include "prims/ptx/global.cuh"
 #include "prims/ptx/memory.cuh"
 #include "prims/ptx/opaque.cuh"
 #include "prims/ptx/thread.cuh"
-#include "prims/ptx/wgmma.cuh"
 #include "prims/types.cuh"
 
 namespace indexer_logits {
-
-// Where 4 dims of a row, word `word` of it, stand in the products: a lane of column c finds its dims of a key in pieces of
-// kPieceWords words that adjoin, and word i of a piece is its half of 4 codes of a step of k 32: the lower of the two where
-// i is even.
-template <int kDim>
-struct CodeOrder {
-  static constexpr int kPieceWords = kDim >= 64 ? 4 : kDim / 16;
-  static constexpr int kPieces = kDim / (16 * kPieceWords);  // of a lane
-  static constexpr int kSteps = kDim / 32;
-  static_assert(kDim % 32 == 0 && kPieceWords % 2 == 0 && kDim == 16 * kPieceWords * kPieces);
-
-  // The 16 bytes of a row of the image, and the byte in there.
-  static DSA_DEVICE int unit(int word) { return kPieceWords * (word / kPieceWords / 4) + word % kPieceWords; }
-  static DSA_DEVICE int byte(int word) { return word / kPieceWords % 4 * 4; }
-};
 
 // Where members of the block's shared memory lie: one register, from which all of them are a constant away.
 template <class S>
@@ -42,10 +26,9 @@ struct PlaceOf {
   DSA_DEVICE u32 limits() const { return base + __builtin_offsetof(S, limits); }
 };
 
-template <class C, class S, class Params>
-struct CodeImage {
-  using Order = CodeOrder<C::kDim>;
-  static constexpr int kChunks = C::kDim / 16, kThreads = 32 * C::kWarps;
+template <class C, class S, class Operands, class Params>
+struct OperandImage {
+  static constexpr int kChunks = C::kRowBytes / 16, kThreads = 32 * C::kWarps;
 
   // All threads of the block come here; a barrier follows. Rows and weights behind a
   // token's heads are zeros.
@@ -54,9 +37,13 @@ struct CodeImage {
 #pragma unroll 4
     for (int i = thread; i < unit.tokens * C::kRows * kChunks; i += kThreads) {
       const int row = i / kChunks, chunk = i % kChunks, token = row / C::kRows, head = row - token * C::kRows;
-      const u8* q = p.q + unit.request * p.q_stride_b + (unit.first_token + token) * p.q_stride_n + head * p.q_stride_h;
+      const u8* q = p.q + unit.query_byte(p, token, head);
       const bool there = C::kRows == C::kHeads || head < C::kHeads;
-      store_chunk(place.query(), row, chunk, there ? ptx::load_global_16(q + 16 * chunk) : Words4{0, 0, 0, 0});
+      u32 scales = 0;
+      if constexpr (Operands::kBlockScales)
+        if (there) scales = ptx::load_global_4(p.q_scales + unit.query_scale(p, token) + head);
+      const Words4 codes = there ? ptx::load_global_16(q + 16 * chunk) : Words4{0, 0, 0, 0};
+      Operands::store_chunk(place.query(), row, chunk, codes, scales);
     }
     for (int i = thread; i < unit.tokens * C::kWeightWords; i += kThreads) {
       const int token = i / C::kWeightWords, head = head_of(i - token * C::kWeightWords);
@@ -73,15 +60,6 @@ struct CodeImage {
     const int part = word / kPartWords, in_part = word % kPartWords;
     const int column = in_part / 16 * 16 + in_part / 2 % 2 * 8 + in_part / 4 % 4 * 2 + in_part % 2;
     return column < kPartRows ? part * kPartRows + column : C::kHeads;
-  }
-
-  static DSA_DEVICE void store_chunk(u32 image, int row, int chunk, Words4 codes) {
-    const u32 words[4] = {codes.x, codes.y, codes.z, codes.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int word = 4 * chunk + i;
-      ptx::store_shared_4(ptx::swizzled_address(image, row, Order::unit(word)) + Order::byte(word), words[i]);
-    }
   }
 };
 

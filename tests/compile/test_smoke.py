@@ -174,23 +174,25 @@ def test_every_kernel_of_the_indexer_compiles_as_planned(arch: str) -> None:
     require_as_planned(tuple(plans), arch)
 
 
-# Dims, heads and scores of the indexer's hopper body: of keys in one piece 40 heads leave columns of products over.
+# Role and format, dims, heads and scores of the indexer's hopper body; tests of the emulator build more.
 HOPPER_SHAPES = {
-    "main": ((128, 64, "fp32"), (128, 128, "bf16"), (64, 88, "fp32"), (32, 8, "bf16")),
-    "ragged": ((128, 64, "fp32"), (128, 120, "bf16"), (64, 40, "fp32"), (32, 8, "bf16")),
+    ("main", "fp8"): ((128, 64, "fp32"), (128, 128, "bf16"), (64, 88, "fp32"), (32, 8, "bf16")),
+    ("main", "mxfp8"): ((128, 64, "fp32"),),
+    ("main", "mxfp4"): ((128, 40, "bf16"),),
+    ("ragged", "fp8"): ((128, 64, "fp32"),),
 }
 
 
-@pytest.mark.parametrize("role", HOPPER_SHAPES)
-def test_the_indexer_s_hopper_body_compiles_as_planned(role: str, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize(("role", "keys"), HOPPER_SHAPES)
+def test_the_indexer_s_hopper_body_compiles_as_planned(role: str, keys: str, request: pytest.FixtureRequest) -> None:
     """Each width of keys with head counts in turn; --all-mutants takes all, with scores of both dtypes."""
-    shapes: Iterable[tuple[int, int, str]] = HOPPER_SHAPES[role]
+    shapes: Iterable[tuple[int, int, str]] = HOPPER_SHAPES[role, keys]
     if request.config.getoption("--all-mutants"):
         shapes = [(dim, heads, scores) for dim in DIMS for heads in range(8, 129, 8) for scores in ("fp32", "bf16")]
     plans = []
     for dim, heads, scores in shapes:
         smem = ARCHS["sm_90a"].smem_class
-        axes = (("keys", "fp8"), ("dim", dim), ("heads", heads), ("score", scores), ("smem", smem))
+        axes = (("keys", keys), ("dim", dim), ("heads", heads), ("score", scores), ("smem", smem))
         plans.append(INDEXER_LOGITS.plan(Variant("indexer_logits", role, "hopper", "sm_90a", axes)))
     require_as_planned(tuple(plans), "sm_90a")
 

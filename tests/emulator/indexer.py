@@ -56,10 +56,10 @@ def ragged_spec(arch: str, heads: int = 16, dim: int = 128, scores: str = "fp32"
 
 
 @cache
-def hopper_kernel(heads: int, dim: int = 128, scores: str = "fp32", role: str = "main") -> Kernel:
+def hopper_kernel(heads: int, dim: int = 128, scores: str = "fp32", role: str = "main", keys: str = "fp8") -> Kernel:
     """The kernel of the hopper body, which no spec asks for by itself."""
     arch = arch_row("sm_90a")
-    axes = (("keys", "fp8"), ("dim", dim), ("heads", heads), ("score", scores), ("smem", arch.smem_class))
+    axes = (("keys", keys), ("dim", dim), ("heads", heads), ("score", scores), ("smem", arch.smem_class))
     plan = FAMILY.plan(Variant(FAMILY.name, role, hopper.BODY, arch.name, axes))
     return Kernel(plan, ptx_of(plan))
 

@@ -34,6 +34,7 @@ from dsagen.check.ragged_cases import Windows as RaggedWindows
 from dsagen.dependent import is_dependent
 from dsagen.errors import EmulatorError
 from dsagen.families.indexer_logits import hopper as logits_hopper
+from dsagen.families.indexer_logits.family import hopper_takes
 from dsagen.families.kv_cache.reference import convert_reference, read_reference, write_reference
 from dsagen.families.sparse_decode import family as decode_family
 from dsagen.families.sparse_decode import hopper
@@ -99,8 +100,8 @@ def _shows_warpgroups(variant: Variant) -> bool:
     """Whether this is a kernel whose like with warpgroup products is tried, too: one and two formats of rows."""
     axes = dict(variant.axes)
     if variant.family == LogitsCase.op:
-        taken = logits_hopper.takes(str(axes["keys"]), arch_row(variant.arch))
-        return taken and variant.kernel in ("main", "ragged")
+        # What becomes of codes orders nothing: one format of each kernel stands for all.
+        return axes["keys"] == "fp8" and hopper_takes("fp8", variant.kernel, arch_row(variant.arch))
     pair = (axes.get("kv"), axes.get("xkv"))
     return variant.body == decode_family.BODY and variant.arch == "sm_90a" and pair in _WARPGROUP_ROWS
 

@@ -32,9 +32,17 @@ SINGLE = LogitsCase("single", 2, 1, 200, page_size=1, pad_bytes=12, contents=Con
 SHAPES = ((128, 16, "fp32"), (32, 24, "bf16"), (64, 72, "fp32"), (128, 128, "bf16"))
 
 
-def indexer(heads: int = 16, dim: int = 128, scores: str = "fp32", seed: int = 0, sms: int = 1) -> EmulatedIndexer:
-    kernel = hopper_kernel(heads, dim, scores)
-    return EmulatedIndexer(spec_of("sm_90a", heads, dim, scores), kernel, seed, "random" if seed else None, sms)
+# Of keys whose blocks have scales: parts of 32 heads, two of 24 in rows that 40 do not fill, and one part of fewer.
+BLOCK_SHAPES = (
+    ("mxfp8", 128, 64, "fp32"), ("mxfp4", 128, 40, "bf16"), ("mxfp4", 64, 72, "fp32"), ("mxfp4", 32, 16, "bf16"),
+)  # fmt: skip
+
+
+def indexer(
+    heads: int = 16, dim: int = 128, scores: str = "fp32", seed: int = 0, sms: int = 1, keys: str = "fp8"
+) -> EmulatedIndexer:
+    kernel = hopper_kernel(heads, dim, scores, keys=keys)
+    return EmulatedIndexer(spec_of("sm_90a", heads, dim, scores, keys), kernel, seed, "random" if seed else None, sms)
 
 
 @pytest.mark.parametrize(("dim", "heads", "scores"), SHAPES)
@@ -43,6 +51,21 @@ def test_it_is_held_to_the_reference(dim: int, heads: int, scores: str) -> None:
     drawn = [replace(WIDE, contents=contents, short_sums=True) for contents in (Contents.NORMAL, Contents.LARGE)]
     for case in (TILES, WORDS, SINGLE, WIDE, replace(WIDE, contents=Contents.SPECIAL), *drawn):
         assert problem(case, kernel) == ""
+
+
+@pytest.mark.parametrize(("keys", "dim", "heads", "scores"), BLOCK_SHAPES)
+def test_keys_of_scaled_blocks_are_held_to_the_reference(keys: str, dim: int, heads: int, scores: str) -> None:
+    kernel = indexer(heads, dim, scores, seed=heads, keys=keys)
+    single = SINGLE if keys == "mxfp8" else replace(SINGLE, contents=Contents.INTEGER)
+    # Their products are exact, and sums those of fp32.
+    for case in (
+        TILES,
+        WORDS,
+        single,
+        replace(WIDE, contents=Contents.NORMAL),
+        replace(WIDE, contents=Contents.SPECIAL),
+    ):
+        assert problem(case, kernel) == "", case
 
 
 def test_tokens_past_what_the_image_holds_read_the_keys_again() -> None:

@@ -19,6 +19,7 @@ from dsagen.families.indexer_logits.geometry import DIMS
 from dsagen.families.indexer_logits.guards import HOPPER_PLAN_GUARDS
 from dsagen.families.indexer_logits.hopper import HopperGeometry, plan_hopper, preferred_geometry, smem_fields
 from dsagen.families.indexer_logits.op import LogitsShape, floor_seconds, partition_of
+from dsagen.index_format import index_format
 from dsagen.matrix import expand
 from dsagen.occupancy import resident_ctas
 from dsagen.plan import KernelPlan
@@ -30,8 +31,8 @@ HOPPER = arch("sm_90a")
 HEADS = range(8, 129, 8)
 
 
-def plan_of(heads: int = 64, dim: int = 128, arch_name: str = "sm_90a") -> KernelPlan:
-    index = {"heads": heads, "dim": dim, "keys": "fp8"}
+def plan_of(heads: int = 64, dim: int = 128, arch_name: str = "sm_90a", keys: str = "fp8") -> KernelPlan:
+    index = {"heads": heads, "dim": dim, "keys": keys}
     spec = {"model": "v32", "heads": 16, "archs": [arch_name], "ops": ["indexer_logits"], "index": index}
     (plan,) = expand(load_spec(spec)).plans()
     return plan
@@ -86,6 +87,23 @@ def test_every_plan_fits_three_blocks_on_an_sm(heads: int, dim: int) -> None:
     tokens = min(8, g.query_rows // heads)
     assert tokens == g.most_tokens and tokens * g.rows <= g.query_rows
     assert tokens == 8 or (tokens + 1) * heads > 256
+
+
+@pytest.mark.parametrize("keys", ["mxfp8", "mxfp4"])
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.usefixtures("asked")
+def test_every_plan_of_scaled_blocks_fits_three_blocks_on_an_sm(heads: int, dim: int, keys: str) -> None:
+    plan, g = plan_of(heads, dim, keys=keys), preferred_geometry(dim, heads, HOPPER, index_format(keys))
+    assert 3 * (plan.smem_bytes + 1024) <= HOPPER.smem_per_sm_bytes
+    # Operands of 16 bits: rows of 128 dims take two parts of the image, and products half the columns.
+    assert g.image_parts == max(1, dim // 64) and g.row_bytes == dim // (2 if keys == "mxfp4" else 1)
+    columns = g.rows // g.parts
+    assert columns % 8 == 0 and columns <= 32 and heads <= g.rows < heads + 32 and columns * g.parts == g.rows
+    # What a launch lets a unit have is what the image has room for.
+    tokens = partition_of(plan, LogitsShape(1, 8, 4096, heads), 132).unit_tokens
+    assert tokens == g.most_tokens and tokens * g.rows <= g.query_rows
+    assert not hopper.sums_e4m3(plan) and hopper.sums_e4m3(plan_of(heads, dim))
 
 
 @pytest.mark.usefixtures("asked")

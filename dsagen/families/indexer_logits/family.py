@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dsagen import knobs
-from dsagen.arch import Arch
+from dsagen.arch import WGMMA, Arch
 from dsagen.arch import arch as arch_row
 from dsagen.families.indexer_logits import hopper, hopper_ragged
 from dsagen.families.indexer_logits.geometry import (
@@ -24,7 +24,7 @@ from dsagen.families.indexer_logits.guards import (
     RAGGED_WARPGROUP_GUARDS,
     WARPGROUP_GUARDS,
 )
-from dsagen.families.indexer_logits.op import CANDIDATES, FORMS, RAGGED, ROLES
+from dsagen.families.indexer_logits.op import FORMS, PAGED, RAGGED, ROLES
 from dsagen.families.indexer_logits.params import params_of
 from dsagen.family import Cell
 from dsagen.guard import Guard, check
@@ -77,8 +77,14 @@ FAMILY = IndexerLogits()
 
 def body_of(keys: str, role: str, arch: Arch) -> str:
     """The body that DSAGEN_INDEXER_LOGITS_BODY asks for, where it takes these keys in that form; else `mma_sync`."""
-    wanted = knobs.INDEXER_LOGITS_BODY.get()
-    return hopper.BODY if wanted == hopper.BODY and role != CANDIDATES and hopper.takes(keys, arch) else BODY
+    asked = knobs.INDEXER_LOGITS_BODY.get() == hopper.BODY
+    return hopper.BODY if asked and hopper_takes(keys, role, arch) else BODY
+
+
+def hopper_takes(keys: str, role: str, arch: Arch) -> bool:
+    """Whether the hopper body is built for keys of that format, for a kernel of that role, on an arch."""
+    formats = {PAGED: hopper.KEYS, RAGGED: hopper_ragged.KEYS}.get(role, ())
+    return arch.mma_class == WGMMA and keys in formats
 
 
 def _variant(index: IndexSpec, scores: str, role: str, arch: Arch) -> Variant:

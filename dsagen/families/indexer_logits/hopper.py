@@ -1,21 +1,21 @@
-"""Sizes and plan of the hopper body: warpgroup products of e4m3 codes."""
+"""Sizes and plan of the hopper body over keys in pages: warpgroup products of e4m3, or of bf16 that MX codes become."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dsagen.arch import SMEM_RESERVED_PER_BLOCK_BYTES, WGMMA, Arch
+from dsagen.arch import SMEM_RESERVED_PER_BLOCK_BYTES, Arch
 from dsagen.arch import arch as arch_row
-from dsagen.families.indexer_logits.geometry import MOST_NEXT_N, SCORE_CPP
+from dsagen.families.indexer_logits.geometry import CODES_CPP, MOST_NEXT_N, SCORE_CPP
 from dsagen.families.indexer_logits.guards import HOPPER_PLAN_GUARDS
 from dsagen.families.indexer_logits.params import params_of
 from dsagen.guard import check
-from dsagen.index_format import index_format
+from dsagen.index_format import INDEX_FORMATS, IndexFormat, index_format
 from dsagen.plan import KernelPlan, SmemField, TypeAlias, Variant, checked, lay_out_params, lay_out_smem, round_up
 
 BODY = "hopper"
-# Of codes; what makes operands of others is not built.
-KEYS = ("fp8",)
+# Formats that it is built for.
+KEYS = ("fp8", "mxfp8", "mxfp4")
 # Of the two products whose operands a warp holds at a time.
 WARP_KEYS = 32
 TILE_KEYS = 4 * WARP_KEYS
@@ -24,11 +24,11 @@ LEAST_TILE_KEYS = 32
 WARPS = 4
 PER_SM = 3
 REGISTERS = 168
-# Of a product: accumulators of more, for two of them, would leave no registers.
-MOST_COLUMNS = 64
+# Of a product: accumulators of more, for two of them, would leave no registers; operands of 16 bits take twice as many.
+MOST_COLUMNS, MOST_HALF_COLUMNS = 64, 32
 # Rows of the image are what the tensor cores' swizzle spans, and groups of eight begin at multiples of the second.
 QUERY_PITCH_BYTES, QUERY_ALIGN_BYTES = 128, 1024
-# Rows that the image has room for. Tokens with more between them read the keys again; products take longer then.
+# Rows of 128 B that the image has room for. Tokens with more read the keys again; products take longer then.
 MOST_QUERY_ROWS = 256
 # At most, of a warp. Three blocks with two stages of 4 KB a warp have 100 KB under way, enough to keep memory busy.
 _RING_BYTES = 16384
@@ -47,12 +47,17 @@ _C_NAMES = {
 
 @dataclass(frozen=True)
 class HopperGeometry:
-    """A block of `warps`, each with a ring of `stages` times 32 keys, and an image of `query_rows` rows of q."""
+    """A block of `warps`, each with a ring of `stages` times 32 keys, and an image of `query_rows` rows of q.
+
+    A key has `row_bytes` of codes. A row of q has `operand_bytes` a dim, and takes a row in each of the image's parts.
+    """
 
     dim: int
     heads: int
     stages: int
     query_rows: int
+    row_bytes: int
+    operand_bytes: int
     warps: int = WARPS
     per_sm: int = PER_SM
 
@@ -64,7 +69,12 @@ class HopperGeometry:
     @property
     def parts(self) -> int:
         """Products that share a token's heads."""
-        return -(-self.heads // MOST_COLUMNS)
+        return -(-self.heads // (MOST_COLUMNS if self.operand_bytes == 1 else MOST_HALF_COLUMNS))
+
+    @property
+    def image_parts(self) -> int:
+        """Rows of the image that a row of q takes, each in a part of its own."""
+        return image_parts(self.dim, self.operand_bytes)
 
     @property
     def rows(self) -> int:
@@ -79,24 +89,25 @@ class HopperGeometry:
     @property
     def most_tokens(self) -> int:
         """Tokens of a unit."""
-        return min(MOST_NEXT_N, self.query_rows // self.heads)
-
-
-def takes(keys: str, arch: Arch) -> bool:
-    """Whether the body is built for keys of that format on an arch."""
-    return arch.mma_class == WGMMA and keys in KEYS
+        return min(MOST_NEXT_N, self.query_rows // self.rows)
 
 
 def sums_e4m3(plan: KernelPlan) -> bool:
     """Whether a plan's products sum e4m3 codes as they are: at twice the rate of f16, and in 13 bits."""
-    return plan.variant.body == BODY
+    return plan.variant.body == BODY and not index_format(str(plan.variant.axis("keys"))).is_block_scaled
 
 
-def preferred_geometry(dim: int, heads: int, arch: Arch) -> HopperGeometry:
+def image_parts(dim: int, operand_bytes: int) -> int:
+    """Rows of 128 B that a row of q takes."""
+    return -(-dim * operand_bytes // QUERY_PITCH_BYTES)
+
+
+def preferred_geometry(dim: int, heads: int, arch: Arch, record: IndexFormat = INDEX_FORMATS["fp8"]) -> HopperGeometry:
     """As deep a ring as leaves room for as many blocks on the SM as registers allow."""
-    rows = min(MOST_QUERY_ROWS, heads * MOST_NEXT_N)
-    most = min(_MOST_STAGES, _RING_BYTES // (WARP_KEYS * dim))
-    choices = [HopperGeometry(dim, heads, stages, rows) for stages in range(most, 0, -1)]
+    row_bytes, operand_bytes = record.code_bytes(dim), 2 if record.is_block_scaled else 1
+    rows = min(MOST_QUERY_ROWS // image_parts(dim, operand_bytes), heads * MOST_NEXT_N)
+    most = min(_MOST_STAGES, _RING_BYTES // (WARP_KEYS * row_bytes))
+    choices = [HopperGeometry(dim, heads, stages, rows, row_bytes, operand_bytes) for stages in range(most, 0, -1)]
     return next((g for g in choices if _fits(g, arch)), choices[-1])
 
 
@@ -108,10 +119,11 @@ def smem_fields(g: HopperGeometry) -> tuple[tuple[SmemField, ...], int]:
     """The shared-memory struct, operands first, and its size in bytes."""
     ring = (g.warps, g.stages)
     note = "q, a row a token and head, swizzled"
+    image = (g.image_parts, g.query_rows, QUERY_PITCH_BYTES)
     return lay_out_smem(
         (
-            SmemField("query", "u8", (g.query_rows, QUERY_PITCH_BYTES), note, QUERY_ALIGN_BYTES),
-            SmemField("keys", "u8", (*ring, WARP_KEYS * g.dim), "codes of each warp's keys", align_bytes=128),
+            SmemField("query", "u8", image, note, QUERY_ALIGN_BYTES),
+            SmemField("keys", "u8", (*ring, WARP_KEYS * g.row_bytes), "codes of each warp's keys", align_bytes=128),
             SmemField("scales", "u32", (*ring, WARP_KEYS), "their scales"),
             SmemField("held", "u32", ring, "a bit for each key that a page holds"),
             SmemField("landed", "u64", ring, "barriers: a tile's copies have arrived"),
@@ -126,7 +138,7 @@ def smem_fields(g: HopperGeometry) -> tuple[tuple[SmemField, ...], int]:
 def plan_hopper(variant: Variant, geometry: HopperGeometry | None = None) -> KernelPlan:
     """The kernel's plan; `geometry` overrides the preferred one (for tests and for measuring others)."""
     arch, record = arch_row(variant.arch), index_format(str(variant.axis("keys")))
-    g = geometry or preferred_geometry(variant.axis_int("dim"), variant.axis_int("heads"), arch)
+    g = geometry or preferred_geometry(variant.axis_int("dim"), variant.axis_int("heads"), arch, record)
     (fields, smem_bytes), (params, params_bytes) = smem_fields(g), lay_out_params(params_of(record, "paged"))
     values = {
         "smem_bytes": smem_bytes,
@@ -152,17 +164,22 @@ def plan_hopper(variant: Variant, geometry: HopperGeometry | None = None) -> Ker
             ("kLeastTileKeys", LEAST_TILE_KEYS),
             ("kStages", g.stages),
             ("kDim", g.dim),
+            ("kRowBytes", g.row_bytes),
             ("kHeads", g.heads),
             ("kParts", g.parts),
             ("kRows", g.rows),
             ("kQueryRows", g.query_rows),
             ("kQueryPitchBytes", QUERY_PITCH_BYTES),
+            ("kMostTokens", g.most_tokens),
             ("kWeightWords", g.weight_words),
         ),
         types=(
             TypeAlias("Score", SCORE_CPP[str(variant.axis("score"))], "indexer_logits/store.cuh"),
+            TypeAlias("Operands", _operands_cpp(record), "indexer_logits/hopper_operands.cuh"),
             TypeAlias(
-                "Body", "indexer_logits::Hopper<Constants, SharedStorage, Score, Params>", "indexer_logits/hopper.cuh"
+                "Body",
+                "indexer_logits::Hopper<Constants, SharedStorage, Operands, Score, Params>",
+                "indexer_logits/hopper.cuh",
             ),
         ),
         threads=g.threads,
@@ -182,9 +199,15 @@ def plan_hopper(variant: Variant, geometry: HopperGeometry | None = None) -> Ker
                 f"{g.per_sm} blocks on an SM",
             ),
             ("ring", f"{g.stages} tiles of {WARP_KEYS * key_bytes} B a warp"),
-            ("image of q", f"{g.query_rows} rows of {QUERY_PITCH_BYTES} B, a row a token and head"),
+            ("image of q", f"{g.query_rows} rows of {g.image_parts * QUERY_PITCH_BYTES} B, a row a token and head"),
             ("shared memory", f"{smem_bytes} of {arch.smem_optin_bytes} B"),
             ("registers", f"{REGISTERS} a thread"),
             ("floor", f"{key_bytes} B of memory traffic a key, and {2 * g.dim} FLOP a key and head"),
         ),
     )
+
+
+def _operands_cpp(record: IndexFormat) -> str:
+    if not record.is_block_scaled:
+        return "indexer_logits::CodeOperands<Constants>"
+    return f"indexer_logits::HalfOperands<Constants, {CODES_CPP[record.format_id]}>"

@@ -14,6 +14,8 @@ from dsagen.guard import check
 from dsagen.index_format import index_format
 from dsagen.plan import KernelPlan, SmemField, TypeAlias, Variant, checked, lay_out_params, lay_out_smem
 
+# Formats that it is built for: keys whose blocks have scales become 16-bit operands, which are not built.
+KEYS = ("fp8",)
 # Warpgroups, in two pairs whose members take turns.
 GROUPS = 4
 # Keys of a tile, two products of 64: what a barrier costs is shared by both.

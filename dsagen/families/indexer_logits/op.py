@@ -19,6 +19,7 @@ from dsagen.families.indexer_logits.guards import (
     TOKENS_GUARD,
     WIDTH_GUARD,
 )
+from dsagen.families.indexer_logits.hopper import BODY as HOPPER
 from dsagen.families.indexer_logits.hopper import WARP_KEYS, sums_e4m3
 from dsagen.guard import Guard
 from dsagen.index_format import index_format
@@ -75,7 +76,8 @@ def partition_of(plan: KernelPlan, shape: LogitsShape, sm_count: int) -> Partiti
 
     A list of candidate blocks is one token's, so there tokens share no pass.
     """
-    shared = 1 if plan.variant.kernel == CANDIDATES else plan.constant("kQueryRows") // shape.heads
+    rows = plan.constant("kQueryRows") // shape.heads
+    shared = 1 if plan.variant.kernel == CANDIDATES else int(dict(plan.constants).get("kMostTokens", rows))
     unit_tokens = max(1, min(shape.next_n, shared))
     unit_count = -(-shape.next_n // unit_tokens)
     tiles, most_tiles = (shape.batch * unit_count * -(-shape.width // size) for size in tile_sizes(plan))
@@ -155,7 +157,7 @@ def explain_call(plan: KernelPlan, shape: LogitsShape, sm_count: int, arch: Arch
     tile_keys, least = tile_sizes(plan)
     smaller = f", smaller ones down to {least} where there are few" if least < tile_keys else ""
     lines.append(f"grid: {part.blocks} CTAs share up to {part.tiles} tiles of {tile_keys} keys{smaller}")
-    wide = f"bulk, one a page of a warp's {WARP_KEYS} keys," if sums_e4m3(plan) else "16 B"
+    wide = f"bulk, one a page of a warp's {WARP_KEYS} keys," if plan.variant.body == HOPPER else "16 B"
     lines.append(f"copies: {wide} where pages start at multiples of 16 B, else 4 B")
     seconds = floor_seconds(plan, shape, arch)
     if seconds is not None:
