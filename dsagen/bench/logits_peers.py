@@ -65,10 +65,11 @@ class DeepGemm:
 
             def ragged(item: LogitsBenchInputs) -> Tensor:
                 keys = (item.keys, item.key_scales)
-                found: Tensor = library.fp8_mqa_logits(
-                    item.q, keys, item.weights, item.starts, item.lengths, clean_logits=False, **most
+                return _as_torch(
+                    library.fp8_mqa_logits(
+                        item.q, keys, item.weights, item.starts, item.lengths, clean_logits=False, **most
+                    )
                 )
-                return found
 
             return [functools.partial(ragged, item) for item in inputs]
         sms = torch.cuda.get_device_properties(inputs[0].q.device).multi_processor_count
@@ -76,10 +77,14 @@ class DeepGemm:
 
         def paged(item: LogitsBenchInputs) -> Tensor:
             rest = (item.weights, item.lengths, item.block_table, schedule, case.kv_tokens)
-            found: Tensor = library.fp8_paged_mqa_logits(item.q, item.k_cache, *rest, clean_logits=False)
-            return found
+            return _as_torch(library.fp8_paged_mqa_logits(item.q, item.k_cache, *rest, clean_logits=False))
 
         return [functools.partial(paged, item) for item in inputs]
+
+
+def _as_torch(found: Any) -> Tensor:
+    """The library's results come through another framework's interface, as a tensor of its own at times."""
+    return found if isinstance(found, Tensor) else torch.utils.dlpack.from_dlpack(found)
 
 
 LOGITS_PEERS: tuple[LogitsPeer, ...] = (DeepGemm(),)

@@ -85,7 +85,10 @@ class StepBenchCase:
 
 @dataclass(frozen=True)
 class StepBenchInputs:
-    """One input set; caches are shared by all sets. Lengths are whole, tables name pages of the set's own requests."""
+    """One input set; caches are shared by all sets. Lengths are whole, tables name pages of the set's own requests.
+
+    `k_cache_bf16` is the KvPool's, for libraries that read no other.
+    """
 
     q: Tensor
     k_cache: Tensor
@@ -94,12 +97,23 @@ class StepBenchInputs:
     weights: Tensor
     context_lens: Tensor
     block_table: Tensor
+    k_cache_bf16: Tensor | None = None
 
     @property
     def indexer(self) -> dict[str, Tensor]:
         """What selects, by the names of decode_step."""
         names = ("index_q", "index_cache", "weights", "context_lens", "block_table")
         return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step leaves: scores [tokens, columns], ids int32 [requests, next_n, selected], attention's out and lse."""
+
+    scores: Tensor
+    ids: Tensor
+    out: Tensor
+    lse: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -128,8 +142,10 @@ def step_cases(spec: DeploymentSpec) -> list[StepBenchCase]:
     ]  # fmt: skip
 
 
-def make_pools(case: StepBenchCase, requests: int, *, device: str | torch.device = "cuda", seed: int = 1) -> StepPools:
-    """Caches with room for so many requests of the case."""
+def make_pools(
+    case: StepBenchCase, requests: int, *, device: str | torch.device = "cuda", seed: int = 1, with_bf16: bool = False
+) -> StepPools:
+    """Caches with room for so many requests of the case, and a bf16 copy of the rows if asked for."""
     generator = torch.Generator(device=device)
     generator.manual_seed(seed)
     record, dim, size = index_format(case.index_keys), case.index_dim, case.page_size
@@ -142,7 +158,7 @@ def make_pools(case: StepBenchCase, requests: int, *, device: str | torch.device
         part[:, : size * dim] = keys.to(torch.float8_e4m3fn).view(torch.uint8)
         scales = torch.rand(len(part), size, device=device, generator=generator).add_(0.5).div_(448)
         part[:, size * dim :] = scales.view(torch.uint8)
-    kv = make_pool(case.kv_format, requests * case.context, size, device=device, with_bf16=False)
+    kv = make_pool(case.kv_format, requests * case.context, size, device=device, with_bf16=with_bf16)
     return StepPools(index.view(pages, size, 1, record.record_bytes(dim)), kv)
 
 
@@ -167,7 +183,7 @@ def step_inputs(case: StepBenchCase, pools: StepPools, sets: int, *, seed: int =
         found.append(
             StepBenchInputs(
                 q.bfloat16(), pools.kv.k_cache, index_q.to(torch.float8_e4m3fn), pools.index,
-                normal(case.rows, case.index_heads), lens, table,
+                normal(case.rows, case.index_heads), lens, table, pools.kv.k_cache_bf16,
             )
         )  # fmt: skip
     return found

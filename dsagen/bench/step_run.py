@@ -12,41 +12,45 @@ from torch import Tensor
 
 import dsagen
 from dsagen.arch import arch_for_capability
-from dsagen.bench.figures import CaseKey, case_key, figures_of
-from dsagen.bench.step_data import StepBenchCase, StepBenchInputs, make_pools, step_cases, step_inputs
+from dsagen.bench.figures import CaseKey, PeerFigure, case_key, figures_of
+from dsagen.bench.run import PEER_GATES
+from dsagen.bench.step_data import StepBenchCase, StepBenchInputs, StepResult, make_pools, step_cases, step_inputs
 from dsagen.bench.step_figures import StepFigures, step_floor_us
+from dsagen.bench.step_peers import STEP_PEERS, StepPeer
+from dsagen.bench.step_verify import Promise, step_problem
 from dsagen.bench.timing import Call, eager_cost_us, graph_time_us, input_sets_for
-from dsagen.check.compare import Gates, compare_decode
 from dsagen.check.scores_run import has_short_sums
 from dsagen.check.step_run import score_error
 from dsagen.errors import CheckFailed
-from dsagen.families.indexer_logits.reference import logits_reference
-from dsagen.families.sparse_decode.reference import sparse_decode_reference
-from dsagen.families.topk.reference import topk_reference, translate_reference
-from dsagen.index_format import index_format
 from dsagen.matrix import expand
 from dsagen.spec import DeploymentSpec
 
-# Requests that the pools have room for, and query tokens whose scores and attention are verified.
-POOL_REQUESTS, CHECKED_ROWS = 128, 4
+# Requests that the pools have room for.
+POOL_REQUESTS = 128
 # Sets of small steps that are kept at most; those of one request then read 290 MB in turn.
 MOST_SETS = 16
-_GROUP_DIMS = 128
+# Peers sum products of e4m3 operands in fewer bits than fp32 has.
+_PEER_PROMISE = Promise(score_error(torch.float32, short_sums=True), False, PEER_GATES, "e", float("inf"))
 
 
 def sweep_steps(
     spec: DeploymentSpec,
     *,
+    with_peers: bool,
     seed: int,
     records: Mapping[CaseKey, float],
     progress: Callable[[str], None],
     wrong: Callable[[str], None],
 ) -> list[StepFigures]:
-    """Every case of the spec on the current device. What is wrong with a step goes to `wrong`, and it is not timed."""
+    """Every case of the spec on the current device.
+
+    What is wrong with a step of ours goes to `wrong`, and it is not timed. A peer that is missing, refuses or is wrong
+    becomes a note.
+    """
     kernels = dsagen.load(spec)
     kernels.prepare()
     cases = step_cases(spec)
-    pools = make_pools(cases[0], POOL_REQUESTS, device=kernels.device)
+    pools = make_pools(cases[0], POOL_REQUESTS, device=kernels.device, with_bf16=with_peers)
     figures: list[StepFigures] = []
     for case in cases:
         inputs = step_inputs(case, pools, input_sets_for(case.read_bytes, most=MOST_SETS), seed=seed)
@@ -56,7 +60,8 @@ def sweep_steps(
             wrong(str(error))
             continue
         progress(f"{spec.name}: {found.title}: {found.gpu_us:.1f} us")
-        figures.append(replace(found, record_us=records.get(case_key(case.to_json()))))
+        peers = tuple(measure_step_peer(peer, spec, case, inputs) for peer in STEP_PEERS) if with_peers else ()
+        figures.append(replace(found, peers=peers, record_us=records.get(case_key(case.to_json()))))
     return figures
 
 
@@ -70,7 +75,8 @@ def measure_step(kernels: Any, case: StepBenchCase, inputs: Sequence[StepBenchIn
     )
     eager = step_calls(kernels, case, eager_plan, inputs)
     out, lse = eager[0]()
-    problem = step_problem(kernels.spec, case, inputs[0], eager_plan, out, lse, arch.name)
+    result = StepResult(eager_plan.scores, eager_plan.ids, out, lse)
+    problem = step_problem(kernels.spec, case, inputs[0], result, our_promise(kernels.spec, arch.name))
     if problem:
         raise CheckFailed(f"{kernels.spec.name}: {case}: {problem}; it was not timed")
     timing = graph_time_us(step_calls(kernels, case, graph_plan, inputs))
@@ -135,35 +141,28 @@ def stage_calls(
     return scored, selected, attended
 
 
-def step_problem(
-    spec: DeploymentSpec, case: StepBenchCase, item: StepBenchInputs, plan: Any, out: Tensor, lse: Tensor, arch: str
-) -> str:
-    """What is wrong with the step that the plan ran last, by kernels for `arch`; empty when nothing is."""
-    index, scores = index_format(case.index_keys), plan.scores
-    count = max(1, CHECKED_ROWS // case.next_n)
-    rows = slice(0, min(count * case.next_n, case.rows))
-    want, _ = logits_reference(
-        item.index_q[:count], item.index_cache, item.weights[rows], item.context_lens[:count],
-        item.block_table[:count], index, case.context,
-    )  # fmt: skip
-    error = (scores[rows].double() - want).abs().amax(1)
-    allowed = score_error(scores.dtype, has_short_sums(expand(spec, (arch,))))
-    if bool((error > want.abs().amax(1) * allowed).any()):
-        return f"scores are off by up to {float(error.max()):.3g}"
-    chosen, _ = topk_reference(scores, case.selected, lengths=item.context_lens.view(-1))
-    ids = translate_reference(
-        chosen, page_table=item.block_table, page_size=case.page_size, table_of_row=plan.row_tables
-    )
-    if not torch.equal(plan.flat_ids.long().sort(1).values, ids.sort(1).values):
-        return "what was selected is not the top-k of the scores"
-    reference = sparse_decode_reference(
-        item.q, spec.kv_format, item.k_cache, plan.ids, sm_scale=spec.sm_scale, lse_base=spec.lse.base,
-        empty_lse=float(spec.lse.empty), rows=torch.arange(rows.stop, device=item.q.device),
-    )  # fmt: skip
-    found = out.flatten(0, 1)[rows], lse.transpose(1, 2).flatten(0, 1)[rows]
-    group_dims = spec.kv_format.scale_group_dims or _GROUP_DIMS
-    gates = Gates().for_logits(reference.peak)
-    return compare_decode(*found, reference.out, reference.lse, group_dims, gates).problem
+def our_promise(spec: DeploymentSpec, arch: str) -> Promise:
+    """What a step of the spec's kernels for `arch` is held to."""
+    dtype = torch.float32 if spec.scores == "fp32" else torch.bfloat16
+    error = score_error(dtype, has_short_sums(expand(spec, (arch,))))
+    return Promise(error, True, None, spec.lse.base, float(spec.lse.empty))
+
+
+def measure_step_peer(
+    peer: StepPeer, spec: DeploymentSpec, case: StepBenchCase, inputs: Sequence[StepBenchInputs]
+) -> PeerFigure:
+    """Verify and time one chain. Whatever goes wrong in it is a note, since its code is not ours."""
+    reason = peer.refuses(case)
+    if reason is not None:
+        return PeerFigure(peer.name, peer.name, "", None, reason)
+    try:
+        calls, version = peer.bind(case, inputs, spec.sm_scale), peer.version
+        problem = step_problem(spec, case, inputs[0], calls[0](), _PEER_PROMISE)
+        if problem:
+            return PeerFigure(peer.name, peer.label(case), version, None, f"wrong: {problem}")
+        return PeerFigure(peer.name, peer.label(case), version, graph_time_us(calls).median_us)
+    except Exception as error:
+        return PeerFigure(peer.name, peer.name, "", None, f"failed: {type(error).__name__}: {error}")
 
 
 def _outputs(case: StepBenchCase, item: StepBenchInputs, spec: DeploymentSpec) -> dict[str, Tensor]:

@@ -71,7 +71,9 @@ def run_sweep(
             if spec.index is None or spec.index.keys != "fp8" or "paged" not in spec.index.forms:
                 progress(f"{spec.name}: steps are measured with fp8 index keys in pages only: not those of this spec")
                 continue
-            figures += step_run.sweep_steps(spec, seed=seed, records=known, progress=progress, wrong=wrong)
+            figures += step_run.sweep_steps(
+                spec, with_peers=with_peers, seed=seed, records=known, progress=progress, wrong=wrong
+            )
     return figures
 
 

@@ -97,6 +97,7 @@ class SglTopkV2:
     name = "sglang-topk-v2"
     requirement = "sglang==0.5.23 apache-tvm-ffi==0.1.15.post2"
     module = "sglang"
+    SUBMODULE = "kernels.ops.attention.dsv4.topk"
     PAGED_ROWS = 128
     MOST_SLOTS = 2048
 
@@ -116,23 +117,35 @@ class SglTopkV2:
         return None if case.k <= self.MOST_SLOTS else f"{self.name} selects at most {self.MOST_SLOTS}, not {case.k}"
 
     def bind(self, case: TopkBenchCase, inputs: Sequence[TopkBenchInputs]) -> list[TopkCall]:
-        """The plan is made once, as an engine makes it once for all layers of a step."""
-        library = import_peer(self, "kernels.ops.attention.dsv4.topk")
+        """Of paged calls the plan is made once, as an engine makes it once for all layers of a step."""
         shape, device = (case.rows, case.k), inputs[0].scores.device
-        plan = library.plan_topk_v2(inputs[0].lengths) if self.paged(case) else None
-        offsets = torch.zeros(case.rows, dtype=torch.int32, device=device)
+        if self.paged(case):
+            select = self.selector(inputs[0].lengths, case.page_size)
 
-        def paged(item: TopkBenchInputs) -> Tensor:
-            out = torch.empty(shape, dtype=torch.int32, device=device)
-            library.topk_transform_paged_v2(item.scores, item.lengths, item.page_table, out, case.page_size, plan)
-            return out
+            def paged(item: TopkBenchInputs) -> Tensor:
+                return select(item.scores, item.page_table, torch.empty(shape, dtype=torch.int32, device=device))
+
+            return [functools.partial(paged, item) for item in inputs]
+        library = import_peer(self, self.SUBMODULE)
+        offsets = torch.zeros(case.rows, dtype=torch.int32, device=device)
 
         def ragged(item: TopkBenchInputs) -> Tensor:
             out = torch.empty(shape, dtype=torch.int32, device=device)
             library.topk_transform_ragged_v2(item.scores, item.lengths, out_offsets=offsets, out_indices=out)
             return out
 
-        return [functools.partial(paged if self.paged(case) else ragged, item) for item in inputs]
+        return [functools.partial(ragged, item) for item in inputs]
+
+    def selector(self, lengths: Tensor, page_size: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """A call that takes scores, a page table and the ids' tensor, fills the last and returns it; planned here."""
+        library = import_peer(self, self.SUBMODULE)
+        plan = library.plan_topk_v2(lengths)
+
+        def select(scores: Tensor, page_table: Tensor, out: Tensor) -> Tensor:
+            library.topk_transform_paged_v2(scores, lengths, page_table, out, page_size, plan)
+            return out
+
+        return select
 
 
 class DeepSelect:

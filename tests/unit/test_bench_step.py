@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import textwrap
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -13,7 +15,8 @@ import dsagen
 from dsagen.arch import H200
 from dsagen.bench import logits_run, run, step_run, sweep, topk_run
 from dsagen.bench.axes import SweepAxes
-from dsagen.bench.step_data import StepBenchCase, make_pools, step_cases, step_inputs
+from dsagen.bench.figures import PeerFigure
+from dsagen.bench.step_data import StepBenchCase, StepResult, make_pools, step_cases, step_inputs
 from dsagen.bench.step_figures import GOALS_US, STAGES, StepFigures, step_floor_us
 from dsagen.bench.timing import Timing, input_sets_for
 from dsagen.cli.page import _case_name
@@ -143,15 +146,18 @@ def test_a_step_is_verified_and_timed_with_its_stages(kernels, monkeypatch):
     assert [slug.split("-")[0] for slug in found.slugs][:3] == ["indexer_logits", "topk", "sparse_decode"]
     assert found.floor_us == pytest.approx(step_floor_us(SMALL, H200))
     plan = kernels.plan_decode_step(2, 2, 192, k=48)
+    promise = step_run.our_promise(kernels.spec, "sm_90a")
     for spoil, text in (
         (lambda _: plan.scores.add_(1), "scores are off"),
+        (lambda _: plan.scores.fill_(torch.nan), "scores are off by up to nan"),
         (lambda _: plan.ids.copy_(plan.ids.flip(0)), "what was selected is not the top-k"),
         (lambda out: out.mul_(1.1), "elements off"),
     ):
         out, lse = step_run.step_calls(kernels, SMALL, plan, inputs)[0]()
-        assert step_run.step_problem(kernels.spec, SMALL, inputs[0], plan, out, lse, "sm_90a") == ""
+        result = StepResult(plan.scores, plan.ids, out, lse)
+        assert step_run.step_problem(kernels.spec, SMALL, inputs[0], result, promise) == ""
         spoil(out)
-        assert text in step_run.step_problem(kernels.spec, SMALL, inputs[0], plan, out, lse, "sm_90a")
+        assert text in step_run.step_problem(kernels.spec, SMALL, inputs[0], result, promise)
     monkeypatch.setattr(step_run, "step_problem", lambda *_: "wrong")
     with pytest.raises(CheckFailed, match=r"v32_decode_h16: StepBenchCase\(.*\): wrong; it was not timed"):
         step_run.measure_step(kernels, SMALL, inputs)
@@ -199,6 +205,118 @@ def test_a_wrong_step_is_told_and_the_others_are_measured(monkeypatch):
     monkeypatch.setattr(step_run, "measure_step", measure)
     records = {step_run.case_key(replace(CASE, requests=128).to_json()): 99.0}
     said: list[str] = []
-    found = step_run.sweep_steps(SPEC, seed=0, records=records, progress=said.append, wrong=told.append)
+    found = step_run.sweep_steps(
+        SPEC, with_peers=False, seed=0, records=records, progress=said.append, wrong=told.append
+    )
     assert [(f.case.requests, f.record_us) for f in found] == [(1, None), (128, 99.0)]
     assert told == ["is wrong"] and len(said) == 2
+
+
+# ---- chains of other libraries, on stand-ins for them
+
+LIBRARIES = {
+    "deep_gemm/__init__.py": """
+        from dsagen.families.indexer_logits.reference import logits_reference
+        from dsagen.index_format import index_format
+        __version__ = "0.1.4.post1"
+        class Foreign:
+            def __init__(self, tensor):
+                self.tensor = tensor
+            def __dlpack__(self, **options):
+                return self.tensor.__dlpack__(**options)
+            def __dlpack_device__(self):
+                return self.tensor.__dlpack_device__()
+        def get_paged_mqa_logits_metadata(context_lens, block_kv, num_sms):
+            return (block_kv, num_sms)
+        def fp8_paged_mqa_logits(q, kv_cache, weights, context_lens, block_table, schedule_meta, most, clean_logits):
+            assert schedule_meta == (64, 132) and not clean_logits
+            scores = logits_reference(q, kv_cache, weights, context_lens, block_table, index_format("fp8"), most)[0]
+            return Foreign(scores.float())
+    """,
+    "sglang/__init__.py": "__version__ = '0.5.23'",
+    "sglang/kernels/ops/attention/dsv4/topk.py": """
+        import torch
+        worst = False
+        def plan_topk_v2(seq_lens):
+            return ("plan", seq_lens)
+        def topk_transform_paged_v2(scores, seq_lens, page_tables, out, page_size, metadata):
+            assert metadata[0] == "plan" and metadata[1] is seq_lens and page_tables.shape[0] == scores.shape[0]
+            ids = torch.topk(scores, out.shape[1], largest=not worst).indices
+            out.copy_(page_tables.gather(1, ids // page_size) * page_size + ids % page_size)
+    """,
+    "flash_mla/__init__.py": """
+        import math
+        import torch
+        from dsagen.families.sparse_decode.reference import sparse_decode_reference
+        from dsagen.kv_format import kv_format
+        __version__ = "1.0.0"
+        def get_mla_metadata():
+            return object(), None
+        def flash_mla_with_kvcache(q, k_cache, indices, softmax_scale, **_):
+            found = sparse_decode_reference(
+                q, kv_format("v32"), k_cache.view(torch.uint8), indices, sm_scale=softmax_scale
+            )
+            b, s, h, _ = q.shape
+            return found.out.view(b, s, h, -1).bfloat16(), found.lse.view(b, s, h).transpose(1, 2).float()
+    """,
+}
+CHAINED = replace(CASE, index_heads=32, requests=2, next_n=2, context=192, selected=64)
+NAME = "deep_gemm + sglang-topk-v2 + sgl-flash-mla"
+
+
+@pytest.fixture
+def libraries(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    ours = {path.split("/")[0] for path in LIBRARIES}
+
+    def forget():
+        for name in [name for name in sys.modules if name.split(".")[0] in ours]:
+            del sys.modules[name]
+
+    forget()
+    for path, text in LIBRARIES.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(textwrap.dedent(text))
+    monkeypatch.setenv("DSAGEN_PEER_SITE", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(step_run, "graph_time_us", lambda calls: Timing(50.0, 0.02, len([call() for call in calls]), 9))
+    yield
+    forget()
+
+
+def test_a_chain_of_libraries_is_verified_and_timed_as_one_step(libraries):
+    assert [peer.name for peer in step_run.STEP_PEERS] == [NAME, NAME.replace("sgl-flash-mla", "flashinfer-fa3")]
+    inputs, peer = step_inputs(CHAINED, make_pools(CHAINED, 3, device="cpu"), 2), step_run.STEP_PEERS[0]
+    found = step_run.measure_step_peer(peer, SPEC, CHAINED, inputs)
+    label = f"{NAME}, heads padded to 64"
+    assert found == PeerFigure(NAME, label, "0.1.4.post1 + 0.5.23 + 1.0.0", 50.0)
+    sys.modules["sglang.kernels.ops.attention.dsv4.topk"].worst = True
+    wrong = step_run.measure_step_peer(peer, SPEC, CHAINED, inputs)
+    assert wrong.gpu_us is None and "wrong: row 0 does not hold torch.topk's values" in wrong.note
+
+
+def test_a_chain_refuses_what_one_of_its_libraries_does_and_may_lack_one(libraries):
+    peer = step_run.STEP_PEERS[0]
+    for change, text in (
+        ({"index_heads": 16}, "deep_gemm has 32 and 64 heads, not 16"),
+        ({"requests": 128}, "sglang-topk-v2 gives ids of at most 128 tokens, not of 256"),
+        ({"selected": 65}, "sgl-flash-mla needs a top-k that is a multiple of 64, not 65"),
+    ):
+        assert text in step_run.measure_step_peer(peer, SPEC, replace(CHAINED, **change), []).note
+    inputs = step_inputs(CHAINED, make_pools(CHAINED, 3, device="cpu"), 1)
+    missing = step_run.measure_step_peer(step_run.STEP_PEERS[1], SPEC, CHAINED, inputs)
+    assert missing.gpu_us is None and "flashinfer" in missing.note
+
+
+def test_the_sweep_measures_chains_where_it_is_asked_for_them(monkeypatch):
+    monkeypatch.setattr(dsagen, "load", lambda spec: SimpleNamespace(spec=spec, prepare=lambda: None, device="cpu"))
+    copies: list[bool] = []
+    monkeypatch.setattr(step_run, "make_pools", lambda *_, with_bf16, **__: copies.append(with_bf16))
+    monkeypatch.setattr(step_run, "step_inputs", lambda *_, **__: [])
+    monkeypatch.setattr(step_run, "measure_step", lambda kernels, case, inputs: replace(FIGURES, case=case))
+    figure = PeerFigure("a", "a", "1", 3.0)
+    monkeypatch.setattr(step_run, "measure_step_peer", lambda *_: figure)
+    for asked in (False, True):
+        found = sweep.run_sweep([SPEC], with_peers=asked, only="decode_step")
+        assert [f.peers for f in found] == [(figure, figure) if asked else ()] * 3
+    assert copies == [False, True]

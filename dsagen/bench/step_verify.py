@@ -1,0 +1,105 @@
+"""Whether a decode step is right: its scores, the selection from them, and attention over what was selected."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsagen.bench.step_data import StepBenchCase, StepBenchInputs, StepResult
+from dsagen.bench.topk_data import TopkBenchCase
+from dsagen.bench.topk_verify import selection_problem
+from dsagen.check.compare import Gates, compare_decode
+from dsagen.families.indexer_logits.reference import logits_reference
+from dsagen.families.sparse_decode.reference import sparse_decode_reference
+from dsagen.families.topk.reference import topk_reference, translate_reference
+from dsagen.index_format import index_format
+from dsagen.spec import DeploymentSpec
+
+# Query tokens whose scores and attention are verified; selections are verified whole.
+CHECKED_ROWS = 4
+_GROUP_DIMS = 128
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What a library's step is held to.
+
+    Scores may be off by `score_error` of the largest of their row; with `lower_index_first` equal scores are taken as
+    ours are, else in any way; `gates` are those of attention, None for ours; `lse_base` and `empty_lse` its lse's.
+    """
+
+    score_error: float
+    lower_index_first: bool
+    gates: Gates | None
+    lse_base: str | int
+    empty_lse: float
+
+
+def step_problem(
+    spec: DeploymentSpec, case: StepBenchCase, item: StepBenchInputs, result: StepResult, promise: Promise
+) -> str:
+    """What is wrong with what a step left; empty when nothing is."""
+    return (
+        _scores_problem(case, item, result.scores, promise.score_error)
+        or _selection_problem(case, item, result, promise.lower_index_first)
+        or _attention_problem(spec, case, item, result, promise)
+    )
+
+
+def _requests(case: StepBenchCase) -> int:
+    return min(max(1, CHECKED_ROWS // case.next_n), case.requests)
+
+
+def _scores_problem(case: StepBenchCase, item: StepBenchInputs, scores: Tensor, of_largest: float) -> str:
+    count = _requests(case)
+    rows = slice(0, count * case.next_n)
+    want, _ = logits_reference(
+        item.index_q[:count], item.index_cache, item.weights[rows], item.context_lens[:count],
+        item.block_table[:count], index_format(case.index_keys), case.context,
+    )  # fmt: skip
+    error = (scores[rows, : case.context].double() - want).abs().amax(1)
+    # A NaN is no error that exceeds anything, and still wrong.
+    if bool((~(error <= want.abs().amax(1) * of_largest)).any()):
+        return f"scores are off by up to {float(error.max()):.3g}"
+    return ""
+
+
+def _selection_problem(case: StepBenchCase, item: StepBenchInputs, result: StepResult, lower_index_first: bool) -> str:
+    ids, table = result.ids.view(case.rows, -1), _tables_of_tokens(case, item)
+    if not lower_index_first:
+        shape = TopkBenchCase(case.scores, case.rows, case.context, case.selected, "off", case.page_size)
+        return selection_problem(shape, result.scores[:, : case.context], _columns_of(ids, table, case.page_size))
+    chosen, _ = topk_reference(result.scores, case.selected, lengths=item.context_lens.view(-1))
+    want = translate_reference(chosen, page_table=table, page_size=case.page_size)
+    same = torch.equal(ids.long().sort(1).values, want.sort(1).values)
+    return "" if same else "what was selected is not the top-k of the scores"
+
+
+def _tables_of_tokens(case: StepBenchCase, item: StepBenchInputs) -> Tensor:
+    return item.block_table.repeat_interleave(case.next_n, 0)
+
+
+def _columns_of(ids: Tensor, table: Tensor, page_size: int) -> Tensor:
+    """int64, like `ids`: the columns of scores that they stand for, -1 for ids on no page of their row."""
+    pages, order = table.sort(1)
+    page = torch.div(ids, page_size, rounding_mode="floor")
+    place = torch.searchsorted(pages, page).clamp_(max=pages.shape[1] - 1)
+    columns = order.gather(1, place) * page_size + ids % page_size
+    return torch.where(pages.gather(1, place) == page, columns, -1)
+
+
+def _attention_problem(
+    spec: DeploymentSpec, case: StepBenchCase, item: StepBenchInputs, result: StepResult, promise: Promise
+) -> str:
+    rows = torch.arange(_requests(case) * case.next_n, device=item.q.device)
+    want = sparse_decode_reference(
+        item.q, spec.kv_format, item.k_cache, result.ids, sm_scale=spec.sm_scale, lse_base=promise.lse_base,
+        empty_lse=promise.empty_lse, rows=rows,
+    )  # fmt: skip
+    out = result.out.flatten(0, 1)[rows]
+    lse = want.lse if result.lse is None else result.lse.transpose(1, 2).flatten(0, 1)[rows]
+    gates = promise.gates or Gates().for_logits(want.peak)
+    group_dims = spec.kv_format.scale_group_dims or _GROUP_DIMS
+    return compare_decode(out, lse, want.out, want.lse, group_dims, gates).problem
