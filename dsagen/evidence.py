@@ -23,6 +23,7 @@ from dsagen.build import Store, StoreEntry
 from dsagen.build.key import compile_flags
 from dsagen.emulator import DEVICE as EMULATOR  # rows of emulated runs carry it as their device
 from dsagen.errors import StoreError
+from dsagen.output_paths import require_appendable, require_folder
 from dsagen.render import RenderedUnit
 
 _LOG = logging.getLogger(__name__)
@@ -122,13 +123,12 @@ def record(rows: Sequence[EvidenceRow], file: Path | None = None, store: Store |
 
     Raises StoreError when the place cannot be written, or is the package's own evidence.
     """
-    folder = None if file is not None else (store or Store.open()).writable_root() / "evidence"
+    folder = None if file is not None else _own_folder(store)
     by_file: dict[Path, list[EvidenceRow]] = {}
     for row in rows:
         by_file.setdefault(file or Path(str(folder)) / f"{device_kind(row.device)}.jsonl", []).append(row)
     for path, members in by_file.items():
-        if path.resolve().is_relative_to(_packaged_folder().resolve()):
-            raise StoreError(f"{path}: evidence inside the installed package is read-only: name another file")
+        _require_outside_package(path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a", encoding="utf-8") as handle:
@@ -137,6 +137,24 @@ def record(rows: Sequence[EvidenceRow], file: Path | None = None, store: Store |
         except OSError as error:
             raise StoreError(f"{path}: evidence cannot be written ({error.strerror})") from None
     return tuple(by_file)
+
+
+def require_recordable(file: Path | None = None, store: Store | None = None) -> None:
+    """Refuse ahead of a run what `record` would after it, with the same arguments: StoreError."""
+    if file is None:
+        require_folder(_own_folder(store), "evidence")
+        return
+    _require_outside_package(file)
+    require_appendable(file, "evidence")
+
+
+def _own_folder(store: Store | None) -> Path:
+    return (store or Store.open()).writable_root() / "evidence"
+
+
+def _require_outside_package(file: Path) -> None:
+    if file.resolve().is_relative_to(_packaged_folder().resolve()):
+        raise StoreError(f"{file}: evidence inside the installed package is read-only: name another file")
 
 
 def load_evidence(store: Store | None = None) -> tuple[EvidenceRow, ...]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from dsagen.bench.figures import ceilings_of
 from dsagen.errors import SpecError, StoreError
+from dsagen.output_paths import require_folder
 
 Case = Mapping[str, Any]
 
@@ -35,6 +36,12 @@ def write_plots(cases: Sequence[Case], folder: Path) -> list[Path]:
         raise StoreError(
             f"--plot {folder!s:.200}: cannot be written ({error.strerror or error}): name a folder that can be"
         ) from None
+
+
+def require_drawable(folder: Path) -> None:
+    """Refuse ahead of measuring what could not be drawn afterwards: SpecError, StoreError."""
+    _pyplot()
+    require_folder(folder, "--plot's pictures")
 
 
 def _draw(pyplot: Any, cases: Sequence[Case], folder: Path) -> list[Path]:

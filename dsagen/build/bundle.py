@@ -28,6 +28,7 @@ from dsagen.build.compile import CUBIN, SOURCE
 from dsagen.build.entry import PLAN, REPORT, VARIANT, BrokenEntryError, EntryStamp, StoreEntry, flush
 from dsagen.build.store import is_entry_name
 from dsagen.errors import SpecError, StoreError
+from dsagen.output_paths import require_folder
 from dsagen.spec import DeploymentSpec, load_spec
 
 FORMAT_VERSION = 1
@@ -142,7 +143,7 @@ def write_bundle(
 
 
 def require_free(path: Path) -> None:
-    """StoreError where something lies that is no bundle, which none replaces."""
+    """StoreError where something lies that is no bundle, which none replaces, or where no file can be made."""
     try:
         taken = path.exists() and not is_bundle(path)
     except OSError as error:
@@ -151,6 +152,7 @@ def require_free(path: Path) -> None:
         ) from None
     if taken:
         raise StoreError(f"{path} exists and is no bundle, so it is not overwritten: name another file, or remove it")
+    require_folder(path.absolute().parent, f"the bundle {path.name}")
 
 
 def _pack_entry(entry: StoreEntry, contents: dict[str, bytes]) -> dict[str, Any]:

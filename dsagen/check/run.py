@@ -46,6 +46,7 @@ from dsagen.dtype import E4M3, UE4M3
 from dsagen.emulator import DEVICE as EMULATOR
 from dsagen.emulator import library as machine
 from dsagen.errors import DeviceError, DsagenError, EmulatorLimitError, KnobError, SpecError
+from dsagen.evidence import require_recordable
 from dsagen.index_format import index_format
 from dsagen.matrix import expand
 from dsagen.plan import KernelPlan
@@ -184,7 +185,6 @@ def run_check(
     seed = secrets.randbelow(2**31) if seed is None else seed
     require_known_device(device)
     require_options(emulator)
-    host = host_proofs(spec, seed)
     emulated = isinstance(device, str) and device == EMULATOR
     if not emulated and (arch is not None or emulator is not None):
         raise SpecError(f"arch {arch!r}: only the emulator stands for an arch of choice: pass device={EMULATOR!r}")
@@ -192,19 +192,24 @@ def run_check(
     if problem:
         cases = cases_of(spec, spec.archs[0], tier, only)
         skipped = tuple(_not_run(case, problem) for case in cases)
-        return CheckReport(spec.name, tier, seed, None, problem, skipped, host)
+        return CheckReport(spec.name, tier, seed, None, problem, skipped, host_proofs(spec, seed))
+    place = emulator_place(spec, arch, emulator) if emulated else cuda_place(_cuda_device(device))
+    # What is wrong with the request is said before anything is compiled or run.
+    cases = cases_of(spec, place.arch, tier, only)
+    recorded = record and only is None
+    if recorded:
+        require_recordable(record_file)
+    host = host_proofs(spec, seed)
     if emulated and console is not None and not machine.is_kept():
         console.print(f"{machine.COMPILE_NOTE} ...", highlight=False)
-    place = emulator_place(spec, arch, emulator) if emulated else cuda_place(_cuda_device(device))
     with place.current():
         kernels = KernelCache(spec, place.device, place.load)
-        cases = cases_of(spec, place.arch, tier, only)
         # Loading compiles what is missing; a build error is the caller's, no case's.
         for op in spec.ops:
             kernels(_PLAIN_CASES[op])
         results = run_cases(cases, kernels, place.device, seed, console, place.refusal)
         report = CheckReport(spec.name, tier, seed, place.name, "", results, host, place.arch)
-        if record and only is None:
+        if recorded:
             record_report(spec, place.arch, report, record_file)
     return report
 
@@ -340,7 +345,7 @@ def cases_of(spec: DeploymentSpec, arch: str, tier: Tier, only: str | None = Non
     chosen = tuple(case for case in cases if fnmatch.fnmatchcase(case.name, only))
     if not chosen:
         kinds = ", ".join(dict.fromkeys(case.name.split(".")[0] for case in cases))
-        raise SpecError(f"no case of the {tier} tier matches {only!r}: names begin with {kinds}")
+        raise SpecError(f"{spec.name}: no case of the {tier} tier matches {only!r}: names begin with {kinds}")
     return chosen
 
 

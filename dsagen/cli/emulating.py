@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dsagen.cli.proving import MAX_SEED
+from dsagen.cli.proving import MAX_SEED, require_cases
 from dsagen.cli.selection import Selection, arch_option, json_option, quiet_option, select, specs_argument
 from dsagen.cli.table import aligned, echo_json, echo_lines
 from dsagen.errors import CheckFailed, EmulatorError, SpecError
@@ -82,14 +82,19 @@ def _emulate_specs(
 
     progress = None if as_json or quiet else Console(stderr=True)
     drawn = secrets.randbelow(2**31) if seed is None else seed
+    places = [
+        (spec, arch)
+        for spec in specs
+        for arch in dict.fromkeys(cell.arch for cell in select([spec], archs)[0].matrix.cells)
+    ]
+    require_cases(places, "quick", only)
     runs: list[SeedRun] = []
-    for spec in specs:
-        for arch in dict.fromkeys(cell.arch for cell in select([spec], archs)[0].matrix.cells):
-            for number in range(seeds):
-                found = run_seed(spec, arch, number, drawn, only=only, measure=number == 0, console=progress)
-                runs.append(found)
-                if not (as_json or quiet):
-                    echo_lines(_run_lines(found))
+    for spec, arch in places:
+        for number in range(seeds):
+            found = run_seed(spec, arch, number, drawn, only=only, measure=number == 0, console=progress)
+            runs.append(found)
+            if not (as_json or quiet):
+                echo_lines(_run_lines(found))
     if as_json:
         echo_json({"runs": [found.to_json() for found in runs]})
     failed = [found for found in runs if not found.report.passed]

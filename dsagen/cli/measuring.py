@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 @click.option("--peers", is_flag=True, help="Measure other libraries on the same inputs, in the same process.")
 @click.option(
     "--op",
-    type=click.Choice(["sparse_decode", "topk", "decode_step"]),
+    type=click.Choice(["sparse_decode", "topk", "indexer_logits", "decode_step"]),
     help="Measure this alone.  [default: all that the SPECs have]",
 )
 @click.option("--host", is_flag=True, help="Measure what a call costs the host, by op and launcher, and nothing else.")
@@ -109,10 +109,16 @@ def _bench(
     quiet: bool,
     as_json: bool,
 ) -> None:
+    from dsagen.bench.plots import require_drawable
     from dsagen.bench.recording import last_times_us, record_figures, slower_lines
     from dsagen.bench.sweep import current_device_name, run_sweep
+    from dsagen.evidence import require_recordable
 
-    records = last_times_us(current_device_name(), record)
+    device = current_device_name()
+    require_recordable(record)
+    if plot is not None:
+        require_drawable(plot)
+    records = last_times_us(device, record)
     wrong: list[str] = []
     figures = run_sweep(
         specs, with_peers=peers, records=records, progress=_progress(quiet), wrong=wrong.append, axes=axes, only=op

@@ -14,6 +14,7 @@ from dsagen.cli.table import echo_json
 from dsagen.errors import CheckFailed, DeviceError, DsagenError, SpecError
 
 if TYPE_CHECKING:
+    from dsagen.check.cases import Tier
     from dsagen.check.report import CheckReport
 
 # What a generator of torch takes.
@@ -71,6 +72,7 @@ def check(
     if device is not None and device.isdecimal():
         device = f"cuda:{device}"
     runs = _runs(specs, device, archs)
+    require_cases(runs, "full" if tier == "full" else "quick", only)
     verbose = context.parent is not None and context.parent.params.get("verbose", 0) > 0
     progress = None if as_json or quiet else Console(stderr=True)
     console = Console() if sys.stdout is not None and sys.stdout.isatty() else Console(width=_PLAIN_WIDTH)
@@ -107,6 +109,16 @@ def _runs(specs: Sequence[str], device: str | None, archs: tuple[str, ...]) -> l
     if archs:
         raise SpecError(f"--arch {','.join(archs)}: a device has the arch that it has: add --device {DEVICE}")
     return [(spec, None) for spec in specs]
+
+
+def require_cases(runs: Sequence[tuple[str, str | None]], tier: Tier, only: str | None) -> None:
+    """SpecError for a spec that cannot be loaded and for one without a chosen case, before the first of them runs."""
+    from dsagen.check.run import cases_of
+    from dsagen.spec import load_spec
+
+    for source, arch in runs:
+        spec = load_spec(source)
+        cases_of(spec, arch or spec.archs[0], tier, only)
 
 
 def _require_proof(reports: Sequence[CheckReport]) -> None:

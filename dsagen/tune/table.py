@@ -11,6 +11,7 @@ from dsagen.build import Store
 from dsagen.errors import StoreError
 from dsagen.evidence import device_kind
 from dsagen.families.sparse_decode.choice_table import FOLDER, ChoiceRow, read_table
+from dsagen.output_paths import require_folder
 from dsagen.slug import parse_slug
 
 
@@ -23,12 +24,7 @@ def require_writable(path: Path) -> None:
     """Refuse ahead of measuring what could not be written or merged afterwards: StoreError, TableError."""
     if path.exists():
         read_table(path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        raise StoreError(f"{path}: the choice table cannot be written ({error.strerror})") from None
+    require_folder(path.parent, f"the choice table {path.name}")
 
 
 def write_rows(path: Path, rows: Sequence[ChoiceRow]) -> None:
