@@ -31,6 +31,7 @@ from dsagen.spec_defaults import (
     CACHE_OP,
     INDEX_CACHE_OP,
     INDEX_OPS,
+    INDEXER_OP,
     NO_EXTRA_CACHE,
     READ_BY,
     complete,
@@ -174,12 +175,12 @@ class IndexSpec(_Part):
     def _each_once(cls, value: Any) -> Any:
         if isinstance(value, str):
             raise problem(("index", "forms"), f"must be a list: write [{value}]", value)
-        if isinstance(value, list | tuple):
-            twice = next((form for form in value if value.count(form) > 1), None)
-            if twice is not None:
-                raise problem(("index", "forms"), "is listed twice", twice)
-            return tuple(value)
-        return value
+        if not isinstance(value, list | tuple):
+            raise problem(("index", "forms"), "must be a list of names", value)
+        twice = next((place for place, form in enumerate(value) if form in value[:place]), None)
+        if twice is not None:
+            raise problem(("index", "forms", twice), "is listed twice", value[twice])
+        return tuple(value)
 
 
 class DeploymentSpec(_Part):
@@ -343,6 +344,8 @@ class DeploymentSpec(_Part):
         for key in READ_BY:
             if data[key] is None:
                 del data[key]
+        if "index" in data and INDEXER_OP not in self.ops:
+            del data["index"]["forms"]
         if self.kv_heads == 1:
             del data["kv_heads"]
         if "kv_write" in data and data["kv_write"]["extra_rule"] is None:
@@ -364,6 +367,8 @@ class DeploymentSpec(_Part):
     def only(self, *ops: str) -> DeploymentSpec:
         """A copy that declares some ops, without what only others read."""
         kept = {key: value for key, value in self.to_mapping().items() if set(ops) & set(READ_BY.get(key, ops))}
+        if "index" in kept and INDEXER_OP not in ops:
+            kept["index"].pop("forms", None)
         return DeploymentSpec(**{**kept, "ops": list(ops)})
 
 

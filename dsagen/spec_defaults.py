@@ -35,6 +35,8 @@ INDEX_CACHE_OP = "index_cache"
 DEFAULT_ROWS = "bf16"
 # The ops that read `index`.
 INDEX_OPS = ("indexer_logits", INDEX_CACHE_OP)
+# The op that reads `forms` of the index.
+INDEXER_OP = "indexer_logits"
 # The op that reads `kv_heads`.
 DECODE_OP = "sparse_decode"
 # Keys that are there exactly where one of some ops is; `kv_heads` only where there are several.
@@ -98,6 +100,10 @@ def _refuse_unread(full: Mapping[str, Any], ops: Any) -> None:
         if not set(readers) & set(ops) and full.get(key) is not None:
             shown = NOTHING if isinstance(full[key], Mapping) else full[key]
             raise problem((key,), f"nothing reads it: add {' or '.join(readers)} to ops, or leave it out", shown)
+    index = full.get("index")
+    if INDEXER_OP not in ops and isinstance(index, Mapping) and "forms" in index:
+        text = f"nothing reads it: add {INDEXER_OP} to ops, or leave it out"
+        raise problem(("index", "forms"), text, index["forms"])
 
 
 def _complete_write(value: Any, kv: Any, extra_kv: Any) -> Any:

@@ -102,7 +102,11 @@ def show(value: Any) -> str:
 
 def describe_validation_error(error: ValidationError, model: type[BaseModel]) -> list[Problem]:
     """Every error of a validation as a problem in our words."""
-    problems = [_describe(detail, model) for detail in error.errors(include_url=False)]
+    details = error.errors(include_url=False)
+    # A list without a good item is told as empty too, beside what is wrong with those that it has.
+    inside = {detail["loc"][:-1] for detail in details}
+    details = [detail for detail in details if detail["type"] != "too_short" or detail["loc"] not in inside]
+    problems = [_describe(detail, model) for detail in details]
     # dims follow from the format: when they are missing, the reason is among the others.
     return [p for p in problems if p.path != ("dims",) or p.value is not NOTHING] or problems
 

@@ -56,6 +56,19 @@ def test_the_model_fills_in_its_indexer() -> None:
     assert load_spec({**SPEC, "ops": ["topk"]}).index is None
 
 
+def test_forms_are_for_ops_that_score() -> None:
+    text = YAML.replace("indexer_logits", "index_cache")
+    with pytest.raises(SpecError) as caught:
+        parse_spec(text + "index: {forms: [paged]}\n", "f.yaml")
+    assert str(caught.value) == (
+        "f.yaml:5: index.forms = ['paged']: nothing reads it: add indexer_logits to ops, or leave it out"
+    )
+    both = load_spec({**SPEC, "ops": ["indexer_logits", "index_cache"], "index": {"forms": ["ragged"]}})
+    caches = both.only("index_cache")
+    assert "forms" not in caches.to_mapping()["index"] and load_spec(caches.to_mapping()) == caches
+    assert both.to_mapping()["index"]["forms"] == ["ragged"]
+
+
 def test_one_op_of_several_keeps_what_it_reads() -> None:
     spec = load_spec({**SPEC, "ops": ["topk", "indexer_logits"], "scores": "bf16"})
     assert (spec.only("topk").index, spec.only("topk").scores) == (None, "bf16")
@@ -79,7 +92,9 @@ def test_one_op_of_several_keeps_what_it_reads() -> None:
             YAML + "index: {forms: [rows]}\n",
             "f.yaml:5: index.forms[0] = 'rows': is not allowed: must be 'paged', 'ragged' or",
         ),
-        (YAML + "index: {forms: [paged, paged]}\n", "f.yaml:5: index.forms = 'paged': is listed twice"),
+        (YAML + "index: {forms: [ragged, paged, paged]}\n", "f.yaml:5: index.forms[2] = 'paged': is listed twice"),
+        (YAML + "index: {forms: {paged: 1}}\n", "f.yaml:5: index.forms = {'paged': 1}: must be a list of names"),
+        (YAML + "index: {forms:}\n", "f.yaml:5: index.forms = None: must be a list of names"),
         (YAML + "index: {forms: []}\n", "f.yaml:5: index.forms = []: must list at least one"),
         (YAML + "index: {dim: 96}\n", "f.yaml:5: index.dim = 96: is not allowed: must be 32, 64 or 128"),
         (
@@ -99,7 +114,8 @@ def test_one_op_of_several_keeps_what_it_reads() -> None:
 def test_bad_indexers_are_named(text: str, message: str) -> None:
     with pytest.raises(SpecError) as caught:
         parse_spec(text, "f.yaml")
-    assert message in str(caught.value)
+    # Nothing else is said of it.
+    assert message in str(caught.value) and str(caught.value).count("f.yaml") == 1
 
 
 # ---- format ---------------------------------------------------------------------------------------------------------
