@@ -174,7 +174,8 @@ class Kernels(CacheOps, IndexCacheOps, StepOps):
         self._tables, self._texts = read_tables() if OP in spec.ops else ChoiceTables(), {}
         self._launches = knobs.SPARSE_DECODE_LAUNCHES.get()
         self._plans: PlanCache[PlanKey, SparseDecodePlan] = PlanCache(dropped=self._decode_routes.forget)
-        self._topk_plans = PlanCache()
+        self._topk_routes = OpRoutes(self._driver, TOPK_FORM, 0, enabled=not (self._debug_sync or self._checks_values))
+        self._topk_plans = PlanCache(dropped=self._topk_routes.forget)
         self._topk_choices: dict[tuple[int, TopkShape], TopkCandidate] = {}
         self._lock = threading.RLock()
         self._default = self._driver.current_device() if device is None else self._ordinal(device)
@@ -185,12 +186,13 @@ class Kernels(CacheOps, IndexCacheOps, StepOps):
 
     def _op_tables(self) -> dict[str, Any]:
         """Where the launcher in C finds calls of torch's ops that are like one before; None where each is checked."""
-        launches = {"topk": self._topk_launches}
-        launches |= {LOGITS_OP: self._logits_launches, RAGGED_METHOD: self._ragged_launches}
+        launches = {LOGITS_OP: self._logits_launches, RAGGED_METHOD: self._ragged_launches}
         launches[CANDIDATES_METHOD] = self._candidate_launches
         launches |= {f"kv_{role}": launches for role, launches in self._cache_launches.items()}
         launches |= {f"index_{role}": launches for role, launches in self._index_launches.items()}
         tables = {op: None if self._checks_values else of_op.table for op, of_op in launches.items()}
+        found = (self._topk_launches.table, self._topk_routes.table)
+        tables[TOPK_OP] = None if self._checks_values else tuple(table for table in found if table is not None) or None
         return {**tables, OP: self._decode_routes.table}
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:

@@ -94,7 +94,8 @@ class Entrances:
     def serve(self, kernels: Any, handle: str, key: str, tables: Mapping[str, Any]) -> None:
         """Let calls with a handle find these tables of loaded kernels, by op, for as long as the kernels live.
 
-        `key` is the dispatch key of the device type whose tensors they take. A table of None is left out.
+        `key` is the dispatch key of the device type whose tensors they take. Of a tuple of tables the first that knows
+        a call has it; one of None is left out.
         """
         mine = {op: table for op, table in tables.items() if table is not None}
         if not mine:

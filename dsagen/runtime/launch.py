@@ -98,13 +98,20 @@ class OpLaunches:
     did: what it does not know, or what looks odd, it leaves to the checks of `launch`'s caller. Where a call leaves
     outputs to the op, `repeat` allocates each by itself with `torch.empty_like`, and returns all outputs in the order
     of the form in place of True. It is the launcher's own function, so it costs no Python. With `repeats` False it
-    never launches.
+    never launches. `failed` is called before the launcher in C raises for a call, of which some kernels may have run.
     """
 
     repeat: Callable[..., Any]
 
-    def __init__(self, driver: Driver, form: CallForm, debug_sync: bool, repeats: bool = True) -> None:
-        self._driver, self._form, self._debug_sync = driver, form, debug_sync
+    def __init__(
+        self,
+        driver: Driver,
+        form: CallForm,
+        debug_sync: bool,
+        repeats: bool = True,
+        failed: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._driver, self._form, self._debug_sync, self._failed = driver, form, debug_sync, failed
         self._launches: OrderedDict[tuple[str, int, int, bool, int], KernelLaunch] = OrderedDict()
         self._layouts: dict[str, BlockLayout] = {}
         self._lock = threading.Lock()
@@ -242,6 +249,7 @@ class OpLaunches:
         return launch
 
     def _raise_failure(self, code: int, index: int, block: bytes, stream: int, steps: Sequence[Step]) -> NoReturn:
+        self._failed()
         error = self._driver.error_of("cuLaunchKernelEx" if index >= 0 else "the launch's context", code)
         step = steps[max(index, 0)]
         values = BlockLayout(step.kernel.plan).unpack(block) if block else {}

@@ -37,7 +37,7 @@ Plan = TypeVar("Plan", bound=HoldsWorkspace)
 class PlanCache(Generic[Key, Plan]):
     """The plans used last, within a count and a sum of workspace bytes. Not locked: its owner is.
 
-    `dropped` is called when plans have been dropped, for what else may hold them.
+    `dropped` is called when plans serve their key no more, for what else may hold them.
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class PlanCache(Generic[Key, Plan]):
         """The plan of a key for good, for the calls of one captured graph and nobody else; None without one."""
         if (key, capture) not in self._taken and key in self._plans:
             self._taken[key, capture] = self._plans.pop(key)
+            self._dropped()
         return self._taken.get((key, capture))
 
     def pin(self, key: Key) -> None:

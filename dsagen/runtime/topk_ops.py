@@ -11,11 +11,10 @@ from dsagen.families.topk.op import Candidate, TopkShape, choose, most_lead
 from dsagen.guard import require_bool, require_int
 from dsagen.plan import KernelPlan
 from dsagen.runtime import traced
-from dsagen.runtime.launch import OpLaunches, Step
+from dsagen.runtime.launch import OpLaunches, OpRoutes, Step
 from dsagen.runtime.op_methods import OpMethods
 from dsagen.runtime.plan_cache import PlanCache
 from dsagen.runtime.topk import (
-    FORM,
     OP,
     TopkOptions,
     TopkTensors,
@@ -42,6 +41,7 @@ class TopkOps(OpMethods):
     """topk, its plans and what tells of them, over what `Kernels` provides."""
 
     _topk_launches: OpLaunches
+    _topk_routes: OpRoutes
     # What calls without a plan share, by rows, width, k, device and stream.
     _topk_plans: PlanCache[tuple[int, int, int, int, int], TopkPlan]
     # What `choose` has said, by device and shape.
@@ -124,7 +124,7 @@ class TopkOps(OpMethods):
             self._refuse_capture(ordinal)
             check_windows(tensors)
             check_tables(tensors, options)
-        rows = int(scores.shape[0])
+        rows, shares = int(scores.shape[0]), plan is None
         if plan is not None:
             self._require_own_topk(plan)
             plan.require_shape(rows, int(scores.shape[1]), k, scores.device)
@@ -149,6 +149,9 @@ class TopkOps(OpMethods):
                 if plan is not None:
                     plan.spoil()
                 raise
+            # A captured call has a plan that it shares with none but those of its graph.
+            if shares and plan is not None and not self._driver.is_capturing(ordinal):
+                plan.serve(self._topk_routes, (*tensors, *scalars))
         return result
 
     def _repeat_topk(self, plan: TopkPlan | None, call: tuple[Any, ...]) -> Any:
@@ -156,9 +159,7 @@ class TopkOps(OpMethods):
         if plan is None:
             # Either the kernels share no row, or the call has a plan that it shares with others like it.
             repeated = self._topk_launches.repeat(*call)
-            if repeated is not False:
-                return repeated
-            plan = self._known_topk_plan(call[0], call[len(FORM.tensors)])
+            return self._topk_routes.repeat(*call) if repeated is False else repeated
         if type(plan) is not TopkPlan or plan.spec is not self.spec:
             return False
         try:
@@ -166,21 +167,6 @@ class TopkOps(OpMethods):
         except BaseException:
             plan.spoil()
             raise
-
-    def _known_topk_plan(self, scores: Any, k: Any) -> TopkPlan | None:
-        """The plan that a call without one has, if there is one already: nothing is checked yet."""
-        try:
-            rows, width = scores.shape
-            ordinal = self._driver.ordinal(scores.device)
-        except (AttributeError, ValueError):
-            return None
-        if ordinal is None or type(k) is not int:
-            return None
-        key = (rows, width, k, ordinal, self._driver.current_stream(ordinal))
-        with self._lock:
-            plan = self._topk_plans.get(key)
-            # A captured call has a plan that it shares with none but those of its graph.
-            return None if plan is not None and self._driver.is_capturing(ordinal) else plan
 
     def topk_slugs(self, scores: torch.Tensor, *, k: int, starts: torch.Tensor | None = None) -> tuple[str, ...]:
         """Names of the kernels that topk takes for these tensors, in the order of their launches; none without rows."""

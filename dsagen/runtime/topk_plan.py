@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from typing import NoReturn, SupportsIndex
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 
@@ -14,7 +15,7 @@ from dsagen.families.topk.op import Split
 from dsagen.guard import check
 from dsagen.runtime.blocks import Number
 from dsagen.runtime.driver import Driver
-from dsagen.runtime.launch import OpLaunches
+from dsagen.runtime.launch import OpLaunches, OpRoutes
 from dsagen.runtime.tensors import (
     TensorRule,
     require,
@@ -26,6 +27,12 @@ from dsagen.runtime.tensors import (
 )
 from dsagen.runtime.topk import FORM
 from dsagen.spec import DeploymentSpec
+
+
+def _call_if_alive(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    found = method()
+    if found is not None:
+        found()
 
 
 class TopkPlan:
@@ -55,7 +62,9 @@ class TopkPlan:
         self._stream: int | None = None
         self._is_lent, self._is_clean = workspace is not None, True
         self.workspace = self._make_workspace(workspace)
-        self.launches = OpLaunches(driver, FORM, debug_sync)
+        # The launches must not keep the plan alive, which holds device memory.
+        spoil = weakref.WeakMethod(self.spoil)
+        self.launches = OpLaunches(driver, FORM, debug_sync, failed=lambda: _call_if_alive(spoil))
         # See OpLaunches; takes the tensors of a call in the order of TopkTensors, out given, and its scalars.
         self.repeat = self.launches.repeat
         if self.workspace is not None:
@@ -132,6 +141,10 @@ class TopkPlan:
             "counters": base + split.counters_offset_bytes,
             "lists": base + split.lists_offset_bytes,
         }
+
+    def serve(self, routes: OpRoutes, call: tuple[Any, ...]) -> None:
+        """Let calls without a plan that are like one of mine come to me; `call` is as the routes take it."""
+        routes.add(call, self.launches, self)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         # A shallow copy would serve a second stream with the same workspace.

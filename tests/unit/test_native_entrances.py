@@ -27,9 +27,10 @@ from test_native_launcher import (
     ints,
     make,
 )
+from test_runtime_topk import blocks
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dsagen.errors import GuardError
+from dsagen.errors import DeviceError, GuardError
 from dsagen.runtime import native, torch_ops
 from dsagen.runtime.cache_ops import CacheOps
 from dsagen.runtime.decode_ops import DecodeOps
@@ -76,6 +77,10 @@ def plain(**scalars):
     return lambda op, handle, tensors: op(**tensors, kernels=handle, **scalars)
 
 
+def long_scores():
+    return torch.zeros(3, 131072)
+
+
 def by_position(op, handle, tensors):
     q, k_cache, indices, topk_length, attn_sink = tensors.values()
     return op(q, k_cache, indices, handle, topk_length, attn_sink)
@@ -88,6 +93,8 @@ CASES = {
     "sparse_decode_out": (DECODE, 128, given("decode"), plain()),
     "sparse_decode two caches": ("v4_h16", 128, given("decode two caches", "out", "lse"), plain()),
     "topk": (TOPK_SPEC, 60, given("topk", "out", "raw", "counts"), plain(k=64, page_size=61, determinism="order")),
+    "topk shared rows": (TOPK_SPEC, 60, lambda: {"scores": long_scores()}, plain(k=64)),
+    "topk_out shared rows": (TOPK_SPEC, 60, lambda: {"scores": long_scores(), "out": ints(3, 64)}, plain(k=64)),
     "topk_out": (TOPK_SPEC, 60, given("topk"), plain(k=64, page_size=61, drop_neg_inf=True)),
     "indexer_logits": (MX, 200, given("logits", "out"), plain(max_seq_len=40, fill_neg_inf=True)),
     "indexer_logits_out": (MX, 200, given("logits"), plain(unscored_up_to=9)),
@@ -132,7 +139,9 @@ def test_an_op_repeats_without_python_what_python_would_launch(name, entered):
 
 
 # Members that are addresses of what a call makes or a plan holds, and so differ from call to call.
-_OWN = ("out", "lse", "lse_accum", "o_accum", "raw", "counts", "codes", "scales")
+_OWN = (
+    "out", "lse", "lse_accum", "o_accum", "raw", "counts", "codes", "scales", "histograms", "counters", "lists",
+)  # fmt: skip
 
 
 def _settled(record, plans):
@@ -262,6 +271,53 @@ def test_a_captured_call_is_left_to_python_and_pins_its_plan():
     assert len(kernels._plans._pinned) == 1
     driver.capturing = False
     assert kernels._decode_routes.repeat(*call, None, None) is not False
+
+
+def test_rows_that_blocks_share_are_repeated_on_their_stream_alone(entered):
+    driver, kernels = make(NativeFakeDriver, TOPK_SPEC, 60)
+    for stream in (0, 7, 0, 7, 0):
+        driver.stream = stream
+        OPS.topk(long_scores(), kernels.handle, 64)
+    assert len(entered) == 2 == len(kernels._topk_plans._plans) and len(kernels._topk_routes.table) == 2
+    # A captured graph keeps the plan of its calls, which others then must not find.
+    driver.capturing = True
+    OPS.topk(long_scores(), kernels.handle, 64)
+    driver.capturing = False
+    (taken,) = kernels._topk_plans._taken.values()
+    for _ in range(2):
+        OPS.topk(long_scores(), kernels.handle, 64)
+    assert len(entered) == 4 and taken not in kernels._topk_plans._plans.values()
+    bases = [block["histograms"] for block in blocks(kernels, driver)[::2]]
+    assert bases[-1] == bases[-2] != bases[-3] == taken.workspace.data_ptr()
+
+
+def test_a_workspace_is_zeros_again_after_a_refused_launch(entered):
+    driver, kernels = make(NativeFakeDriver, TOPK_SPEC, 60)
+    OPS.topk(long_scores(), kernels.handle, 64)
+    (plan,) = kernels._topk_plans._plans.values()
+    driver.launch_error = "CUDA_ERROR_LAUNCH_FAILED"
+    with pytest.raises(DeviceError):
+        OPS.topk(long_scores(), kernels.handle, 64)
+    driver.launch_error = ""
+    plan.workspace.fill_(1)
+    assert len(entered) == 1
+    OPS.topk(long_scores(), kernels.handle, 64)
+    assert len(entered) == 2 and not plan.workspace.any(), "Python has seen to it"
+    OPS.topk(long_scores(), kernels.handle, 64)
+    assert len(entered) == 2
+
+
+def test_a_plan_of_shared_rows_goes_with_its_kernels():
+    _, kernels = make(NativeFakeDriver, TOPK_SPEC, 60)
+    OPS.topk(long_scores(), kernels.handle, 64)
+    (plan,) = kernels._topk_plans._plans.values()
+    launches = plan.launches
+    memory = weakref.ref(plan)
+    kernels._topk_plans._plans.clear()
+    kernels._topk_routes.forget()
+    del plan
+    assert memory() is None, "what its launches know of must not keep it"
+    launches._failed()
 
 
 @pytest.mark.parametrize("missing", [("out", "lse"), ("lse",), ("out",)])

@@ -8,7 +8,8 @@ enum { kMostParameters = 24, kHandle = -1, kAbsent = -2, kMostReturned = 2 };
 
 typedef struct {
   PyObject_HEAD
-  // Tables (Calls or Routes) by handle; names of parameters to their number; the function for all other calls.
+  // By handle a table (Calls or Routes) or a tuple of them; names of parameters to their number; the function for all
+  // other calls.
   PyObject *tables, *numbers, *fallback;
   // The values of a call that gives none.
   PyObject* defaults;
@@ -61,6 +62,26 @@ static int takes_items(const Entrance* self, const Form* form) {
   return form->tensor_count + form->scalar_count == self->item_count;
 }
 
+// As repeat of the table; NULL without an exception where it is none that takes the items.
+static PyObject* repeat_in(const Entrance* self, PyObject* table, PyObject* const* items) {
+  PyObject* type = (PyObject*)Py_TYPE(table);
+  if (type == calls_type && takes_items(self, &((Calls*)table)->form)) return repeat_known((Calls*)table, items);
+  if (type == routes_type && takes_items(self, &((Routes*)table)->form)) return repeat_route((Routes*)table, items);
+  return NULL;
+}
+
+// As repeat_in, of the first table that knows the call.
+static PyObject* repeat_in_any(const Entrance* self, PyObject* tables, PyObject* const* items) {
+  if (!PyTuple_Check(tables)) return repeat_in(self, tables, items);
+  PyObject* found = NULL;
+  for (Py_ssize_t i = 0; i < PyTuple_Size(tables); ++i) {
+    Py_XDECREF(found);
+    found = repeat_in(self, PyTuple_GetItem(tables, i), items);
+    if (found == NULL ? PyErr_Occurred() != NULL : found != Py_False) return found;
+  }
+  return found;
+}
+
 static PyObject* entrance_call(PyObject* object, PyObject* args, PyObject* keywords) {
   Entrance* self = (Entrance*)object;
   PyObject* items[kMostTensors + kMostScalars];
@@ -70,9 +91,7 @@ static PyObject* entrance_call(PyObject* object, PyObject* args, PyObject* keywo
   PyObject* found = NULL;
   if (table != NULL) {
     Py_INCREF(table);
-    PyObject* type = (PyObject*)Py_TYPE(table);
-    if (type == calls_type && takes_items(self, &((Calls*)table)->form)) found = repeat_known((Calls*)table, items);
-    if (type == routes_type && takes_items(self, &((Routes*)table)->form)) found = repeat_route((Routes*)table, items);
+    found = repeat_in_any(self, table, items);
     Py_DECREF(table);
     if (found == NULL && PyErr_Occurred()) return NULL;
   }
