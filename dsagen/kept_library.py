@@ -24,6 +24,7 @@ from functools import cache
 from pathlib import Path
 
 from dsagen import knobs
+from dsagen.ending import cleaning_up_first
 from dsagen.errors import StoreError, ToolchainError
 
 _LOG = logging.getLogger(__name__)
@@ -145,7 +146,11 @@ def is_older_than_a_day(path: Path) -> bool:
 
 def _make(target: Path, compile_in: Callable[[Path], Path]) -> None:
     """Compile, seal and rename: half a file never has the name. The lock must be held."""
-    scratch = Path(tempfile.mkdtemp(prefix=f"{target.name}.{boot_mark()}-", dir=target.parent))
+    with cleaning_up_first():
+        _make_in(Path(tempfile.mkdtemp(prefix=f"{target.name}.{boot_mark()}-", dir=target.parent)), target, compile_in)
+
+
+def _make_in(scratch: Path, target: Path, compile_in: Callable[[Path], Path]) -> None:
     try:
         made = compile_in(scratch)
         with made.open("r+b") as file:

@@ -22,6 +22,7 @@ from dsagen.build.report import first_error, hint, parse_report, refusal
 from dsagen.build.store import EntryLock, Store
 from dsagen.build.toolchain import Toolchain, find_toolchain
 from dsagen.build.unit import Unit
+from dsagen.ending import cleaning_up_first
 from dsagen.errors import BuildError, StoreError, ToolchainError
 
 _LOG = logging.getLogger(__name__)
@@ -214,6 +215,11 @@ class _Session:
         self.locks.pop(name).release()
 
     def _compile(self, units: Sequence[Unit]) -> None:
+        # A process that loads kernels may be ended meanwhile, as those of the command line.
+        with cleaning_up_first():
+            self._compile_all(units)
+
+    def _compile_all(self, units: Sequence[Unit]) -> None:
         tasks = [
             CompileTask(unit, name, self.store.make_work_dir(name)) for unit in units for name in [self._name(unit)]
         ]

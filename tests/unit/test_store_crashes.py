@@ -103,13 +103,25 @@ def test_files_that_end_in_the_middle_are_never_published(kit, most_bytes):
 
 
 COMMAND = "import sys; from dsagen.cli import main; sys.exit(main(sys.argv[1:]))"
+# What a process does that loads kernels, or compiles one of dsagen's own libraries.
+BUILD = """
+from fake_toolchain import FakeUnit
+from dsagen.build import Store, build_units
+build_units([FakeUnit()], Store.open())
+"""
+LIBRARY = """
+import os, sys
+from pathlib import Path
+from dsagen import kept_library
+command = ["sh", "-c", f"echo $$ > {sys.argv[1]}; exec sleep 30"]
+kept_library.obtain("it", "it.so", [Path(sys.argv[2])], lambda _: kept_library.run_compiler("it", command))
+"""
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)])
-def test_a_command_that_is_ended_ends_its_compilers_and_cleans_up(kit, tmp_path, number, code):
-    write_toolchain(kit, before_nvcc=f"echo $$ > {kit}/pid; exec sleep 30")
+def end_while_it_compiles(kit, number, *command):
+    """(exit code, last line of what it said) of a process that gets a signal once a compiler runs, which it ends."""
     process = subprocess.Popen(
-        [sys.executable, "-c", COMMAND, "build", "v32_h16", "--out", str(tmp_path / "out")],
+        [sys.executable, "-c", *command],
         env=child_environment(),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -121,10 +133,46 @@ def test_a_command_that_is_ended_ends_its_compilers_and_cleans_up(kit, tmp_path,
         time.sleep(0.02)
     process.send_signal(number)
     _, said = process.communicate(timeout=60)
-    assert (process.returncode, said.splitlines()[-1]) == (code, "error: interrupted")
     compiler = Path("/proc") / (kit / "pid").read_text().strip()
     assert not compiler.exists() or ") Z " in (compiler / "stat").read_text()
+    return process.returncode, said.strip().rpartition("\n")[2]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)])
+def test_a_command_that_is_ended_ends_its_compilers_and_cleans_up(kit, tmp_path, number, code):
+    write_toolchain(kit, before_nvcc=f"echo $$ > {kit}/pid; exec sleep 30")
+    found = end_while_it_compiles(kit, number, COMMAND, "build", "v32_h16", "--out", str(tmp_path / "out"))
+    assert found == (code, "error: interrupted")
     assert list((tmp_path / "store" / "v1" / ".work").iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_process_that_is_ended_while_it_loads_cleans_up_and_dies_of_it(kit, tmp_path, number):
+    write_toolchain(kit, before_nvcc=f"echo $$ > {kit}/pid; exec sleep 30")
+    code, _ = end_while_it_compiles(kit, number, BUILD)
+    assert code == -number
+    assert list((tmp_path / "store" / "v1" / ".work").iterdir()) == []
+
+
+def test_a_process_that_is_ended_while_it_makes_a_library_leaves_none_of_it(kit, tmp_path):
+    code, _ = end_while_it_compiles(kit, signal.SIGTERM, LIBRARY, str(kit / "pid"), str(tmp_path / "kept"))
+    assert code == -signal.SIGTERM
+    assert [path for path in (tmp_path / "kept").iterdir() if path.is_dir()] == []
+
+
+HANDLED = """
+import signal, sys
+from dsagen.ending import cleaning_up_first
+signal.signal(signal.SIGTERM, lambda *_: print("mine", flush=True))
+with cleaning_up_first():
+    signal.raise_signal(signal.SIGTERM)
+print("on")
+"""
+
+
+def test_a_process_that_handles_signals_itself_goes_on_to_do_so():
+    done = subprocess.run([sys.executable, "-c", HANDLED], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split() == ["mine", "on"]
 
 
 def test_the_lock_of_a_dead_process_holds_nothing_up(kit):
