@@ -59,7 +59,8 @@ def open_on(driver_library: str) -> LauncherState:
     module = load_module()
     exchange = getattr(torch.Tensor, _EXCHANGE, None)
     try:
-        launcher = module.Launcher(driver_library, exchange, torch.Tensor, torch.nn.Parameter, torch.empty_like)
+        types = torch.Tensor, torch.nn.Parameter
+        launcher = module.Launcher(driver_library, exchange, *types, torch.empty_like, torch.autograd.forward_ad)
     except OSError as error:
         raise BuildError(f"the launcher does not fit this machine: {error}") from None
     problem = None

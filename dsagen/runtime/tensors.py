@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from dsagen.errors import GuardError
 from dsagen.runtime.driver import Driver
@@ -42,12 +43,22 @@ def require_plain(name: str, tensor: object) -> None:
 
 
 def require_no_grad(name: str, tensor: torch.Tensor) -> None:
-    """Refuse a tensor that requires grad, traced or not."""
+    """Refuse a tensor that requires grad or has a tangent, traced or not."""
     if tensor.requires_grad:
         raise GuardError(
             f"[T-02] {name}: requires grad, and the op has no backward: call it under torch.no_grad() with "
             f"{name}.detach()"
         )
+    # Only inside of a level of forward-mode AD are there tangents, and elsewhere asking for them would cost each call.
+    if getattr(forward_ad, "_current_level", -1) >= 0 and _tangent(tensor) is not None:
+        raise GuardError(
+            f"[T-02] {name}: has a forward-mode tangent, which the op does not carry on: pass "
+            f"torch.autograd.forward_ad.unpack_dual({name}).primal"
+        )
+
+
+def _tangent(tensor: torch.Tensor) -> Any:
+    return forward_ad.unpack_dual(tensor).tangent  # type: ignore[no-untyped-call]
 
 
 def require_memory(name: str, tensor: torch.Tensor) -> None:

@@ -85,7 +85,8 @@ def recording_cuda() -> RecordingCuda:
     torchs = python.PyCapsule_GetPointer(torch.Tensor.__dlpack_c_exchange_api__, name)
     exchange = python.PyCapsule_New(library.stub_exchange(torchs), name, None)
     make = native.load_module().Launcher
-    torchs_own = (torch.Tensor, torch.nn.Parameter, lambda hollow: torch.empty_like(hollow))
+    make_like = lambda hollow: torch.empty_like(hollow)  # noqa: E731
+    torchs_own = (torch.Tensor, torch.nn.Parameter, make_like, torch.autograd.forward_ad)
     return RecordingCuda(library, make(str(path), exchange, *torchs_own), make(str(path), None, *torchs_own))
 
 

@@ -166,7 +166,8 @@ def test_an_exchange_of_another_generation_is_refused(store, stub_driver):
     new.restype, new.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
     capsule = new(ctypes.addressof(header), b"dlpack_exchange_api", None)
     with pytest.raises(OSError, match="DLPack 2, expected 1"):
-        native.load_module().Launcher(stub_driver, capsule, torch.Tensor, torch.nn.Parameter, torch.empty_like)
+        types, forward_ad = (torch.Tensor, torch.nn.Parameter), torch.autograd.forward_ad
+        native.load_module().Launcher(stub_driver, capsule, *types, torch.empty_like, forward_ad)
 
 
 def test_the_module_is_of_the_limited_api():

@@ -158,6 +158,32 @@ def _tuple(value):
     return value if isinstance(value, tuple) else (value,)
 
 
+@pytest.mark.parametrize("driver_type", [NativeFakeDriver, FakeDriver])
+@pytest.mark.parametrize("name", CASES)
+def test_a_tangent_is_refused_rather_than_lost(name, driver_type):
+    spec, registers, tensors_of, call = CASES[name]
+    op = getattr(OPS, name.split()[0])
+    driver, kernels = make(driver_type, spec, registers)
+    tensors = tensors_of()
+    places = [key for key, tensor in tensors.items() if tensor.dtype in (torch.float32, torch.bfloat16)]
+    with torch.autograd.forward_ad.dual_level():
+        # Kernels are loaded and calls known, and a call without a tangent passes.
+        for _ in range(2):
+            call(op, kernels.handle, tensors)
+        count = len(driver.launches)
+        for key in places:
+            dual = torch.autograd.forward_ad.make_dual(tensors[key], torch.ones_like(tensors[key]))
+            with pytest.raises(GuardError, match=rf"\[T-02\] {key}: has a forward-mode tangent"):
+                call(op, kernels.handle, tensors | {key: dual})
+    assert len(driver.launches) == count
+
+
+def test_torch_tells_of_levels_of_forward_mode():
+    assert torch.autograd.forward_ad._current_level == -1
+    with torch.autograd.forward_ad.dual_level():
+        assert torch.autograd.forward_ad._current_level == 0
+
+
 def test_every_op_has_an_entrance():
     assert {base_of(op) for op in torch_ops.SCHEMAS} == set(OP_CALLS), "give the op an OpCall, or its calls cost Python"
     assert {name.split()[0] for name in CASES} == set(torch_ops.SCHEMAS)
@@ -201,6 +227,8 @@ def test_what_the_form_names_otherwise_is_left_to_python(entered):
 
 
 def test_an_entrance_lets_go_of_kernels_that_are_gone():
+    # Those of other tests have handles too.
+    gc.collect()
     _, kernels = make(NativeFakeDriver, DECODE)
     tensors = given("decode", "out", "lse")()
     handle, tables = kernels.handle, torch_ops.ENTRANCES._tables["sparse_decode"]

@@ -34,6 +34,8 @@ typedef struct {
   IsCapturingFn is_capturing;
   const DlExchange* exchange;
   PyObject *exchange_owner, *tensor_type, *parameter_type, *empty_like, *requires_grad, *is_neg;
+  // Where torch says whether tensors may have tangents.
+  PyObject *forward_ad, *current_level;
 } Launcher;
 
 // An address of the block: where it lies there, which tensor it leads into, and how far from its first element.
@@ -207,10 +209,19 @@ static int read_scalar(PyObject* object, Reading* out) {
   return 1;
 }
 
+// Inside of a level of forward-mode AD a tensor may have a tangent, which the kernels would lose.
+static int may_have_tangents(const Launcher* launcher) {
+  PyObject* found = PyObject_GetAttr(launcher->forward_ad, launcher->current_level);
+  long level = found == NULL ? -1 : PyLong_AsLong(found);
+  Py_XDECREF(found);
+  if (PyErr_Occurred()) PyErr_Clear();
+  return level >= 0;
+}
+
 // 1 when the call can be known by a key, 0 when Python has to look at it.
 static int read_call(const Form* form, PyObject* const* args, Reading* out) {
   out->word_count = 0;
-  if (form->launcher->exchange == NULL) return 0;
+  if (form->launcher->exchange == NULL || may_have_tangents(form->launcher)) return 0;
   for (int i = 0; i < form->tensor_count; ++i)
     if (!read_tensor(form->launcher, args[i], i, out)) return 0;
   // The first tensor is never optional, and the others lie where it does: the key says so.

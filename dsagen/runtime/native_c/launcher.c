@@ -50,17 +50,19 @@ static int open_exchange(Launcher* self, PyObject* capsule) {
 
 static PyObject* launcher_new(PyTypeObject* type, PyObject* args, PyObject* keywords) {
   const char* path;
-  PyObject *capsule, *tensor_type, *parameter_type, *empty_like;
+  PyObject *capsule, *tensor_type, *parameter_type, *empty_like, *forward_ad;
   if (keywords != NULL && PyDict_Size(keywords) != 0) {
     PyErr_SetString(PyExc_TypeError, "Launcher takes no keywords");
     return NULL;
   }
-  if (!PyArg_ParseTuple(args, "sOOOO", &path, &capsule, &tensor_type, &parameter_type, &empty_like)) return NULL;
+  if (!PyArg_ParseTuple(args, "sOOOOO", &path, &capsule, &tensor_type, &parameter_type, &empty_like, &forward_ad)) return NULL;
   Launcher* self = (Launcher*)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
   if (self == NULL) return NULL;
   self->tensor_type = Py_NewRef(tensor_type);
   self->parameter_type = Py_NewRef(parameter_type);
   self->empty_like = Py_NewRef(empty_like);
+  self->forward_ad = Py_NewRef(forward_ad);
+  self->current_level = PyUnicode_InternFromString("_current_level");
   self->requires_grad = PyUnicode_InternFromString("requires_grad");
   self->is_neg = PyUnicode_InternFromString("is_neg");
   // Without an exchange every `remember` declines, and launches come with addresses that Python has read.
@@ -106,6 +108,8 @@ static void launcher_free(PyObject* object) {
   Py_XDECREF(self->tensor_type);
   Py_XDECREF(self->parameter_type);
   Py_XDECREF(self->empty_like);
+  Py_XDECREF(self->forward_ad);
+  Py_XDECREF(self->current_level);
   Py_XDECREF(self->requires_grad);
   Py_XDECREF(self->is_neg);
   if (self->library != NULL) dlclose(self->library);
