@@ -16,6 +16,7 @@ from dsagen.compat.selection import require_tensor
 from dsagen.errors import GuardError
 from dsagen.guard import rename
 from dsagen.runtime.api import Kernels
+from dsagen.runtime.device_memory import new_output
 from dsagen.spec import DeploymentSpec, load_spec
 
 __all__ = ["run_attention", "run_indexer", "use"]
@@ -94,7 +95,7 @@ def run_indexer(
                 unscored_up_to=TOPK,
             )  # fmt: skip
         else:
-            scores = weights.new_empty((batch, width), dtype=torch.float32)
+            scores = new_output("scores", (batch, width), torch.float32, weights.device)
         return kernels.topk(
             scores, k=TOPK, lengths=seq_lens, page_table=block_table, page_size=PAGE_SIZE, out=topk_indices
         )

@@ -14,6 +14,7 @@ from dsagen.errors import DeviceError, GuardError, SpecError
 from dsagen.guard import rename, require_bool, require_int
 from dsagen.index_format import index_format
 from dsagen.runtime.api import Kernels
+from dsagen.runtime.device_memory import new_output
 
 # One for the process: an engine may import both generations.
 INDEXERS = Indexers()
@@ -209,4 +210,4 @@ def _kernels(function: str, wanted: LogitsNeed, q: Tensor) -> Kernels:
 
 def _rows(q: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
     step = max(_ROW_COLUMNS, _ROW_BYTES // dtype.itemsize)
-    return torch.empty((rows, -(-columns // step) * step), dtype=dtype, device=q.device)[:, :columns]
+    return new_output("logits", (rows, -(-columns // step) * step), dtype, q.device)[:, :columns]

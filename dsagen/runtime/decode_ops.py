@@ -16,6 +16,7 @@ from dsagen.render import render
 from dsagen.runtime import traced
 from dsagen.runtime.decode_lists import check_index_values
 from dsagen.runtime.decode_outputs import make_outputs
+from dsagen.runtime.device_memory import new_output
 from dsagen.runtime.launch import OpRoutes
 from dsagen.runtime.op_methods import OpMethods
 from dsagen.runtime.plan_cache import PlanCache, PlanKey
@@ -314,7 +315,7 @@ class DecodeOps(OpMethods):
         size = chosen.partition.workspace_bytes
         workspace = None
         if size:
-            memory = torch.empty(size + WORKSPACE_ALIGNMENT_BYTES, dtype=torch.uint8, device=device)
+            memory = new_output("workspace", (size + WORKSPACE_ALIGNMENT_BYTES,), torch.uint8, device)
             first = -memory.data_ptr() % WORKSPACE_ALIGNMENT_BYTES
             workspace = memory[first : first + size]
         return self._make_plan(kernels, shape, chosen, workspace)

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dsagen.runtime.tensors import free_strides, require_plain
+from dsagen.runtime.device_memory import new_output
+from dsagen.runtime.tensors import free_strides
 
 if TYPE_CHECKING:
     from dsagen.runtime.sparse_decode import DecodeTensors
@@ -18,16 +19,14 @@ def make_outputs(t: DecodeTensors, d_v: int) -> DecodeTensors:
     out, lse = t.out, t.lse
     if out is None or lse is None:
         new_out, new_lse = new_outputs(batch, s_q, heads, d_v, t.q.device)
-        # A mode of torch that is active makes something else of it.
-        require_plain("out", new_out)
         out, lse = new_out if out is None else out, new_lse if lse is None else lse
     return t._replace(out=out, lse=lse)
 
 
 def new_outputs(batch: int, s_q: int, heads: int, d_v: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """New out bf16 [b, s_q, h, d_v], and lse fp32 [b, h, s_q] as a view of [b, s_q, h]."""
-    out = torch.empty((batch, s_q, heads, d_v), dtype=torch.bfloat16, device=device)
-    return out, torch.empty((batch, s_q, heads), dtype=torch.float32, device=device).transpose(1, 2)
+    out = new_output("out", (batch, s_q, heads, d_v), torch.bfloat16, device)
+    return out, new_output("lse", (batch, s_q, heads), torch.float32, device).transpose(1, 2)
 
 
 def output_strides(t: DecodeTensors, batch: int, s_q: int, heads: int, d_v: int) -> dict[str, int]:

@@ -15,6 +15,7 @@ from dsagen.families.kv_cache.guards import COUNT_GUARD, ROW_GUARDS, TABLE_GUARD
 from dsagen.guard import check, require_int
 from dsagen.index_format import IndexFormat, index_format
 from dsagen.runtime.blocks import Number
+from dsagen.runtime.device_memory import new_output
 from dsagen.runtime.driver import Driver
 from dsagen.runtime.launch import CallForm
 from dsagen.runtime.tensors import (
@@ -123,9 +124,7 @@ def make_outputs(t: Tensors, rows: int, index: IndexSpec) -> tuple[torch.Tensor,
     for name, shape, dtype in wanted:
         tensor = t[name]
         if tensor is None:
-            tensor = torch.empty(shape, dtype=dtype, device=device)
-            # A mode of torch that is active makes something else of it.
-            require_plain(name, tensor)
+            tensor = new_output(name, shape, dtype, device)
         made.append(tensor)
     codes, scales = made
     return codes, scales

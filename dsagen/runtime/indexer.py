@@ -22,6 +22,7 @@ from dsagen.families.indexer_logits.op import LogitsShape
 from dsagen.guard import check, require_int
 from dsagen.index_format import index_format
 from dsagen.runtime.blocks import Number
+from dsagen.runtime.device_memory import no_memory
 from dsagen.runtime.driver import Driver
 from dsagen.runtime.launch import CallForm
 from dsagen.runtime.tensors import (
@@ -152,7 +153,12 @@ def make_out(out: torch.Tensor | None, q: torch.Tensor, tokens: int, width: int,
     """The scores' destination as given, or new: [tokens, width], rows at multiples of 16 B."""
     if out is not None:
         return out
-    made = empty_scores(q, tokens, width, spec)
+    try:
+        made = empty_scores(q, tokens, width, spec)
+    except RuntimeError as error:
+        size = tokens * width * SCORE_DTYPES[str(spec.scores)].itemsize
+        advice = "score fewer tokens or shorter windows, or pass out"
+        raise no_memory("out", size, q.device, advice, error) from None
     # A mode of torch that is active makes something else of it.
     require_plain("out", made)
     return made

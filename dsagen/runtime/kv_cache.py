@@ -24,6 +24,7 @@ from dsagen.families.kv_cache.guards import (
 from dsagen.guard import check, require_int
 from dsagen.kv_format import KvFormat
 from dsagen.runtime.blocks import Number
+from dsagen.runtime.device_memory import new_output
 from dsagen.runtime.driver import Driver
 from dsagen.runtime.launch import CallForm
 from dsagen.runtime.pools import Pool, checked_pool
@@ -124,10 +125,7 @@ def make_out(out: torch.Tensor | None, rows: int, record: KvFormat, device: torc
     """The rows' destination as given, or new: bf16 [rows, d_qk]."""
     if out is not None:
         return out
-    made = torch.empty((rows, record.d_qk), dtype=torch.bfloat16, device=device)
-    # A mode of torch that is active makes something else of it.
-    require_plain("out", made)
-    return made
+    return new_output("out", (rows, record.d_qk), torch.bfloat16, device)
 
 
 def out_arguments(out: torch.Tensor) -> dict[str, Number]:

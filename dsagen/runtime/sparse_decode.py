@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, NoReturn, SupportsIndex
 
 import torch
 
-from dsagen.errors import DeviceError, DsagenError, GuardError
+from dsagen.errors import DsagenError, GuardError
 from dsagen.families.sparse_decode.choice import TENSOR_GUARDS, TENSOR_NAMES, check_columns
 from dsagen.families.sparse_decode.guards import WORKSPACE_GUARD
 from dsagen.families.sparse_decode.op import WORKSPACE_ALIGNMENT_BYTES, DecodePartition
@@ -21,6 +21,7 @@ from dsagen.runtime.blocks import Number
 from dsagen.runtime.decode_caches import SecondTensors, no_pool_arguments, pool_addresses, pool_arguments
 from dsagen.runtime.decode_lists import list_strides, require_lists
 from dsagen.runtime.decode_outputs import output_strides
+from dsagen.runtime.device_memory import no_memory
 from dsagen.runtime.driver import Driver, Operands
 from dsagen.runtime.launch import CallForm, OpLaunches, OpRoutes, Step
 from dsagen.runtime.loader import LoadedKernel
@@ -317,10 +318,8 @@ class SparseDecodePlan:
             room = 0 if self.device.type == "cuda" else WORKSPACE_ALIGNMENT_BYTES
             workspace = self._driver.allocate(self._main.ordinal, needed_bytes + room, zero=zero)
         except RuntimeError as error:  # torch.OutOfMemoryError, and what the CPU's allocator raises
-            raise DeviceError(
-                f"workspace: {needed_bytes} B cannot be had on {self.device}: plan a smaller batch or fewer splits "
-                f"({str(error).splitlines()[0]})"
-            ) from None
+            advice = "plan a smaller batch or fewer splits"
+            raise no_memory("workspace", needed_bytes, self.device, advice, error) from None
         # Under a mode of torch (FakeTensorMode, say) it would be memory in name only; the plan may outlive the mode.
         require_plain("workspace", workspace)
         first = -workspace.data_ptr() % WORKSPACE_ALIGNMENT_BYTES

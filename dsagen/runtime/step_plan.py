@@ -9,7 +9,8 @@ from typing import NoReturn, SupportsIndex
 import torch
 from torch import Tensor
 
-from dsagen.errors import DeviceError, DsagenError, GuardError
+from dsagen.errors import DsagenError, GuardError
+from dsagen.runtime.device_memory import no_memory
 from dsagen.runtime.driver import Driver
 from dsagen.runtime.sparse_decode import SparseDecodePlan
 from dsagen.runtime.tensors import TensorRule, require, require_device, require_memory, require_plain
@@ -182,10 +183,8 @@ def _new_workspace(driver: Driver, ordinal: int, needed_bytes: int) -> Tensor:
         # CUDA's allocations begin at such a multiple, those of the CPU need not.
         memory = driver.allocate(ordinal, needed_bytes + ALIGNMENT_BYTES, zero=False)
     except RuntimeError as error:  # torch.OutOfMemoryError, and what the CPU's allocator raises
-        raise DeviceError(
-            f"workspace: {needed_bytes} B cannot be had on {driver.torch_device(ordinal)}: plan a smaller batch, or a "
-            f"max_seq_len that is the batch's and not the model's ({str(error).splitlines()[0]})"
-        ) from None
+        advice = "plan a smaller batch, or a max_seq_len that is the batch's and not the model's"
+        raise no_memory("workspace", needed_bytes, driver.torch_device(ordinal), advice, error) from None
     # Under a mode of torch (FakeTensorMode, say) it would be memory in name only; the plan may outlive the mode.
     require_plain("workspace", memory)
     first = -memory.data_ptr() % ALIGNMENT_BYTES

@@ -19,6 +19,7 @@ from dsagen.families.topk.guards import (
 from dsagen.families.topk.op import CANDIDATE_BLOCK, SIZE_GUARDS, TopkShape, most_lead
 from dsagen.guard import check, require_int
 from dsagen.runtime.blocks import Number
+from dsagen.runtime.device_memory import new_output
 from dsagen.runtime.driver import Driver
 from dsagen.runtime.launch import CallForm
 from dsagen.runtime.tensors import (
@@ -167,10 +168,7 @@ def make_output(t: TopkTensors, k: int) -> torch.Tensor:
     """The ids' destination as given, or new: int32 [rows, k]."""
     if t.out is not None:
         return t.out
-    out = torch.empty((t.scores.shape[0], k), dtype=torch.int32, device=t.scores.device)
-    # A mode of torch that is active makes something else of it.
-    require_plain("out", out)
-    return out
+    return new_output("out", (t.scores.shape[0], k), torch.int32, t.scores.device)
 
 
 def check_windows(t: TopkTensors) -> None:

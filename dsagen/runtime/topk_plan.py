@@ -9,11 +9,12 @@ from typing import Any, NoReturn, SupportsIndex
 
 import torch
 
-from dsagen.errors import DeviceError, DsagenError, GuardError
+from dsagen.errors import DsagenError, GuardError
 from dsagen.families.topk.guards import WORKSPACE_GUARD
 from dsagen.families.topk.op import Split
 from dsagen.guard import check
 from dsagen.runtime.blocks import Number
+from dsagen.runtime.device_memory import no_memory
 from dsagen.runtime.driver import Driver
 from dsagen.runtime.launch import OpLaunches, OpRoutes
 from dsagen.runtime.tensors import (
@@ -173,10 +174,8 @@ class TopkPlan:
         try:
             workspace = self._driver.allocate(self._ordinal, needed_bytes, zero=True)
         except RuntimeError as error:  # torch.OutOfMemoryError, and what the CPU's allocator raises
-            raise DeviceError(
-                f"workspace: {needed_bytes} B cannot be had on {self.device}: pass fewer rows or shorter ones "
-                f"({str(error).splitlines()[0]})"
-            ) from None
+            advice = "pass fewer rows or shorter ones"
+            raise no_memory("workspace", needed_bytes, self.device, advice, error) from None
         # Under a mode of torch (FakeTensorMode, say) it would be memory in name only; the plan may outlive the mode.
         require_plain("workspace", workspace)
         return workspace
