@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from dsagen.compat.deployments import Deployments, Need
-from dsagen.compat.metadata import CallShape, FlashMLASchedMeta
+from dsagen.compat.metadata import CallShape, FlashMLASchedMeta, KnownCall
 from dsagen.errors import GuardError, SpecError
 from dsagen.guard import require_bool
+from dsagen.runtime.api import Kernels
 from dsagen.runtime.sparse_decode import DecodeTensors
 
 FUNCTION = "flash_mla_with_kvcache"
@@ -64,8 +65,57 @@ class DecodeCall(NamedTuple):
     out: Tensor | None = None
 
 
-def decode(call: DecodeCall, generation: Generation) -> tuple[Tensor, Tensor]:
-    """(out [b, s_q, h_q, 512] bf16, lse [b, h_q, s_q] fp32, natural); GuardError for what cannot be honoured."""
+def repeated(
+    meta: object,
+    q: Tensor,
+    k_cache: Tensor,
+    indices: Tensor | None,
+    topk_length: Tensor | None,
+    attn_sink: Tensor | None,
+    out: Tensor | None,
+    extra_k_cache: Tensor | None,
+    extra_indices: Tensor | None,
+    extra_topk_length: Tensor | None,
+    scalars: tuple[object, ...],
+) -> tuple[Tensor, Tensor] | None:
+    """The results of a call that is like the last checked one of its metadata; None where it has to be checked.
+
+    `scalars` are all of its arguments that are no tensors. What tensors are is looked at by the launcher in C, but for
+    their shapes, by which a metadata object refuses calls.
+    """
+    known = meta.known if type(meta) is FlashMLASchedMeta else None
+    if known is None or known.version != DEPLOYMENTS.version or torch.compiler.is_compiling():
+        return None
+    if known.like != _like(q, k_cache, indices, extra_k_cache, extra_indices, scalars):
+        return None
+    tensors = q, k_cache, indices, topk_length, attn_sink, out, None, None, extra_k_cache, extra_indices
+    found = known.repeat(*tensors, extra_topk_length, None, None, None, known.softmax_scale, None)
+    return None if found is False else found
+
+
+def _like(
+    q: Tensor,
+    k_cache: Tensor,
+    indices: Tensor | None,
+    extra_k_cache: Tensor | None,
+    extra_indices: Tensor | None,
+    scalars: tuple[object, ...],
+) -> tuple[object, ...] | None:
+    """What two calls that are alike have in common, beside what the launcher tells; None for what is no call."""
+    try:
+        first = q.shape, k_cache.shape, indices.shape  # type: ignore[union-attr]
+        if extra_k_cache is None and extra_indices is None:
+            return *first, None, None, scalars
+        return *first, extra_k_cache.shape, extra_indices.shape, scalars  # type: ignore[union-attr]
+    except AttributeError:
+        return None
+
+
+def decode(call: DecodeCall, generation: Generation, scalars: tuple[object, ...]) -> tuple[Tensor, Tensor]:
+    """(out [b, s_q, h_q, 512] bf16, lse [b, h_q, s_q] fp32, natural); GuardError for what cannot be honoured.
+
+    `scalars` are as `repeated` takes them for a call like this one.
+    """
     indices = _require_sparse(call)
     meta = _require_metadata(call)
     for name, tensor, dims in (("q", call.q, 4), ("k_cache", call.k_cache, 4), ("indices", indices, 3)):
@@ -80,8 +130,16 @@ def decode(call: DecodeCall, generation: Generation) -> tuple[Tensor, Tensor]:
         _require_dims("extra_indices_in_kvcache", call.extra_indices_in_kvcache, 3)
     shape = _shape_of(call, indices)
     meta.require(shape, FUNCTION)
-    result = _run(call, indices, shape, generation)
+    # Before the kernels are looked up: whoever gives others meanwhile makes it another one.
+    version = DEPLOYMENTS.version
+    kernels = _kernels(call, indices, shape, generation)
+    scale = call.q.shape[3] ** -0.5 if call.softmax_scale is None else call.softmax_scale
+    result = _run(call, indices, kernels, scale)
     meta.fill(shape)
+    repeat = kernels.decode_repeater
+    if repeat is not None and not torch.compiler.is_compiling():
+        like = _like(call.q, call.k_cache, indices, call.extra_k_cache, call.extra_indices_in_kvcache, scalars)
+        meta.known = None if like is None else KnownCall(like, version, repeat, scale)
     return result
 
 
@@ -142,7 +200,7 @@ def _shape_of(call: DecodeCall, indices: Tensor) -> CallShape:
     )
 
 
-def _run(call: DecodeCall, indices: Tensor, shape: CallShape, generation: Generation) -> tuple[Tensor, Tensor]:
+def _kernels(call: DecodeCall, indices: Tensor, shape: CallShape, generation: Generation) -> Kernels:
     d_qk = call.q.shape[3]
     kv = _format_of("k_cache", call.k_cache, d_qk, call.kv_format, generation)
     extra = None
@@ -152,14 +210,16 @@ def _run(call: DecodeCall, indices: Tensor, shape: CallShape, generation: Genera
         extra = kv if same else _format_of("extra_k_cache", call.extra_k_cache, d_qk, None, generation)
     need = Need(shape.h_q, kv, extra, call.enable_batch_invariant)
     try:
-        kernels = DEPLOYMENTS.find(need, indices.shape[2], shape.extra_topk or 0, call.q.device)
+        return DEPLOYMENTS.find(need, indices.shape[2], shape.extra_topk or 0, call.q.device)
     except SpecError as error:
         argument = "extra_k_cache" if "extra_kv" in str(error) else "q, k_cache"
         refuse(argument, f"no kernels for {need.heads} heads over {kv}: {' '.join(str(error).split())}")
+
+
+def _run(call: DecodeCall, indices: Tensor, kernels: Kernels, scale: float) -> tuple[Tensor, Tensor]:
     second = (call.extra_k_cache, call.extra_indices_in_kvcache, call.extra_topk_length)
     first = (call.q, call.k_cache, indices, call.topk_length, call.attn_sink, call.out, None)
     tensors = DecodeTensors(*first, None, *second)
-    scale = d_qk**-0.5 if call.softmax_scale is None else call.softmax_scale
     if torch.compiler.is_compiling():
         q, k_cache, indices, *_ = tensors
         named = {name: getattr(tensors, name) for name in DecodeTensors._fields[3:]}

@@ -30,6 +30,8 @@ class OpDeployments(ABC, Generic[LoadKey, CallKey]):
         self._loaded: dict[tuple[LoadKey, str], Kernels] = {}
         self._found: dict[tuple[CallKey, torch.device], Kernels] = {}
         self._lock = threading.Lock()
+        # Another one whenever other kernels may serve a call than before.
+        self.version = 0
 
     @abstractmethod
     def load_key(self, call: CallKey) -> LoadKey:
@@ -52,6 +54,7 @@ class OpDeployments(ABC, Generic[LoadKey, CallKey]):
         with self._lock:
             self._given.insert(0, kernels)
             self._found.clear()
+            self.version += 1
 
     def forget(self) -> None:
         """Drop all kernels, those that were given and those that were loaded."""
@@ -59,6 +62,7 @@ class OpDeployments(ABC, Generic[LoadKey, CallKey]):
             self._given.clear()
             self._loaded.clear()
             self._found.clear()
+            self.version += 1
 
     @property
     def given(self) -> tuple[Kernels, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dsagen.compat.decode import DEPLOYMENTS, NEWER, OLDER, DecodeCall, decode, refuse
+from dsagen.compat.decode import DEPLOYMENTS, NEWER, OLDER, DecodeCall, decode, refuse, repeated
 from dsagen.compat.flash_mla_legacy import flash_attn_varlen_func, flash_mla_sparse_fwd, get_mla_metadata
 from dsagen.compat.metadata import FlashMLASchedMeta
 from dsagen.guard import require_bool
@@ -62,6 +62,16 @@ def flash_mla_with_kvcache(
     `enable_batch_invariant` makes a row's bits independent of its batch. With `use_legacy` caches are those of the
     older generation. GuardError for what cannot be honoured.
     """
+    scalars = (
+        head_dim_v, num_splits, softmax_scale, causal, is_fp8_kvcache, enable_batch_invariant, use_legacy, kv_format,
+        descale_q is None and descale_k is None,
+    )  # fmt: skip
+    found = repeated(
+        tile_scheduler_metadata, q, k_cache, indices, topk_length, attn_sink, out, extra_k_cache,
+        extra_indices_in_kvcache, extra_topk_length, scalars,
+    )  # fmt: skip
+    if found is not None:
+        return found
     legacy = require_bool("use_legacy", use_legacy)
     if legacy and require_bool("enable_batch_invariant", enable_batch_invariant):
         refuse("enable_batch_invariant", "not together with use_legacy, as in flash_mla: pass either")
@@ -74,4 +84,4 @@ def flash_mla_with_kvcache(
         extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length,
         require_bool("enable_batch_invariant", enable_batch_invariant), kv_format, out,
     )  # fmt: skip
-    return decode(call, OLDER if legacy else NEWER)
+    return decode(call, OLDER if legacy else NEWER, scalars)

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from dsagen.compat.decode import DEPLOYMENTS, OLDER, DecodeCall, decode, refuse
+from dsagen.compat.decode import DEPLOYMENTS, OLDER, DecodeCall, decode, refuse, repeated
 from dsagen.compat.metadata import FlashMLASchedMeta
 
 __all__ = [
@@ -62,12 +62,20 @@ def flash_mla_with_kvcache(
     by name only, is a destination for the first result, as the wrapper of vLLM's fork has it; of any strides.
     GuardError for what cannot be honoured.
     """
+    # Another generation's call has other scalars, so that none takes one for its own.
+    scalars = (OLDER.name, head_dim_v, num_splits, softmax_scale, causal, is_fp8_kvcache, kv_format)
+    found = repeated(
+        tile_scheduler_metadata, q, k_cache, indices, topk_length, attn_sink, out, extra_k_cache,
+        extra_indices_in_kvcache, extra_topk_length, scalars,
+    )  # fmt: skip
+    if found is not None:
+        return found
     call = DecodeCall(
         q, k_cache, head_dim_v, tile_scheduler_metadata, num_splits, softmax_scale, causal, is_fp8_kvcache, indices,
         attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length, kv_format=kv_format,
         out=out,
     )  # fmt: skip
-    return decode(call, OLDER)
+    return decode(call, OLDER, scalars)
 
 
 def _not_built(name: str) -> NoReturn:

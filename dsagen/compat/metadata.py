@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from dsagen.errors import GuardError
 
@@ -23,10 +24,23 @@ class CallShape(NamedTuple):
     enable_batch_invariant: bool = False
 
 
+class KnownCall(NamedTuple):
+    """A call that has been checked: by what one like it is told, and what repeats it with its softmax scale.
+
+    `version` is that of the deployments whose kernels it is.
+    """
+
+    like: tuple[object, ...]
+    version: int
+    repeat: Callable[..., Any]
+    softmax_scale: float
+
+
 class FlashMLASchedMeta:
     """Filled by its first call, which fixes the shape of the later ones. It holds no schedule: plans do.
 
-    `tile_scheduler_metadata` and `num_splits` exist for callers that look at them, and stay None.
+    `tile_scheduler_metadata` and `num_splits` exist for callers that look at them, and stay None. `known` is the last
+    call that was checked: those of a step's other layers are like it.
     """
 
     Config = CallShape
@@ -36,6 +50,7 @@ class FlashMLASchedMeta:
         self.config: CallShape | None = None
         self.tile_scheduler_metadata: None = None
         self.num_splits: None = None
+        self.known: KnownCall | None = None
 
     def fill(self, shape: CallShape) -> None:
         """Take the shape of a call that has been made."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -253,6 +254,12 @@ class DecodeOps(OpMethods):
         if repeated is True:
             return _results(tensors)
         return repeated or self._decode(tensors, None, softmax_scale, num_splits, may_plan_in_capture)
+
+    @property
+    def decode_repeater(self) -> Callable[..., Any] | None:
+        """As OpRoutes.repeat of calls without a plan and their split count; None where each has to be checked."""
+        routes = self._decode_routes
+        return None if routes.table is None else routes.repeat
 
     def _decode(
         self,

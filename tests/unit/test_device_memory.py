@@ -43,7 +43,9 @@ def test_an_output_that_cannot_be_had_is_named(name, driver_type, known, monkeyp
         for maker in ("empty", "empty_like"):
             patch.setattr(torch, maker, ran_out)
         patch.setattr(torch.Tensor, "new_empty", ran_out)
-        with pytest.raises(DeviceMemoryError, match=rf"^{MAKERS[name]}: \d+ B cannot be had on cpu: .*(?:pass|plan)") as caught:
+        with pytest.raises(
+            DeviceMemoryError, match=rf"^{MAKERS[name]}: \d+ B cannot be had on cpu: .*(?:pass|plan)"
+        ) as caught:
             run(tensors)
     assert isinstance(caught.value, torch.OutOfMemoryError) and "(CUDA out of memory. Tried" in str(caught.value)
     assert len(driver.launches) == count
