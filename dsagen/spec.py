@@ -174,7 +174,7 @@ class IndexSpec(_Part):
     @classmethod
     def _each_once(cls, value: Any) -> Any:
         if isinstance(value, str):
-            raise problem(("index", "forms"), f"must be a list: write [{value}]", value)
+            raise problem(("index", "forms"), _as_list(value), value)
         if not isinstance(value, list | tuple):
             raise problem(("index", "forms"), "must be a list of names", value)
         twice = next((place for place, form in enumerate(value) if form in value[:place]), None)
@@ -231,7 +231,7 @@ class DeploymentSpec(_Part):
     @classmethod
     def _list_of_words(cls, value: Any, info: Any) -> tuple[str, ...]:
         if isinstance(value, str):
-            raise problem((info.field_name,), f"must be a list: write [{value}]", value)
+            raise problem((info.field_name,), _as_list(value), value)
         if not isinstance(value, list | tuple):
             raise problem((info.field_name,), "must be a list of names", value)
         check = _arch_name if info.field_name == "archs" else _op_name
@@ -418,6 +418,10 @@ def _from_source(source: SpecSource, default_name: str | None) -> DeploymentSpec
         return DeploymentSpec(**data)
     except InvalidSpecError as error:
         raise InvalidSpecError(error.problems, source) from None
+
+
+def _as_list(word: str) -> str:
+    return f"must be a list: write [{word}]" if word.strip() else "must be a list of names"
 
 
 def _arch_name(path: tuple[str, int], item: Any) -> str:

@@ -21,7 +21,7 @@ from dsagen.kv_format import (
     plain_format,
     resolve_kv_format,
 )
-from dsagen.kv_rule import default_rule
+from dsagen.kv_rule import COPY, default_rule
 from dsagen.model import MODELS, ModelPreset, model_preset
 from dsagen.spec_problems import MAX_HEADS, NOTHING, problem
 
@@ -80,14 +80,14 @@ def complete(data: Mapping[str, Any]) -> dict[str, Any]:
     _refuse_unread(full, ops)
     if isinstance(ops, list | tuple) and any(op in ops for op in SCORES_OPS):
         full.setdefault("scores", DEFAULT_SCORES)
-    if isinstance(ops, list | tuple) and CACHE_OP in ops:
+    # A part that is declared is completed whatever the ops: where they are wrong, only that is to be said.
+    if (isinstance(ops, list | tuple) and CACHE_OP in ops) or isinstance(full.get("kv_write"), Mapping):
         full["kv_write"] = _complete_write(full.get("kv_write", {}), full["kv"], full["extra_kv"])
-    # Where nothing reads it, it is completed too, so that this is what the error says.
     reads_index = isinstance(ops, list | tuple) and any(op in ops for op in INDEX_OPS)
     if reads_index or isinstance(full.get("index"), Mapping):
         full["index"] = _complete_index(full.get("index", {}), preset)
-    if isinstance(ops, list | tuple) and INDEX_CACHE_OP in ops:
-        full["index_write"] = _complete_index_write(full.get("index_write", {}), full["index"])
+    if (isinstance(ops, list | tuple) and INDEX_CACHE_OP in ops) or isinstance(full.get("index_write"), Mapping):
+        full["index_write"] = _complete_index_write(full.get("index_write", {}), full.get("index"))
     return full
 
 
@@ -110,7 +110,8 @@ def _complete_write(value: Any, kv: Any, extra_kv: Any) -> Any:
     """How rows are written, with a rule for each cache that is there."""
     if not isinstance(value, Mapping):
         return value
-    rules = {}
+    # Beside what is no cache any rule will do: that is what the error says.
+    rules = {"rule": COPY}
     for key, cache in (("rule", kv), ("extra_rule", extra_kv)):
         record = _known_record(cache)
         if record is not None:

@@ -186,6 +186,11 @@ def run_check(
     require_known_device(device)
     require_options(emulator)
     emulated = isinstance(device, str) and device == EMULATOR
+    if record_file is not None and (only is not None or not record):
+        raise SpecError(
+            f"record_file {str(record_file)!r} (--record): a run of some cases is no evidence, and nothing is recorded "
+            "of one with record=False: leave either out"
+        )
     if not emulated and (arch is not None or emulator is not None):
         raise SpecError(f"arch {arch!r}: only the emulator stands for an arch of choice: pass device={EMULATOR!r}")
     problem = "" if emulated else device_problem(spec, device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @click.argument("spec", metavar="SPEC", shell_complete=complete_specs)
 @arch_option
 @click.option("--batch", type=click.IntRange(min=1), help="Explain a call of this many requests instead.")
-@click.option("--s-q", type=click.IntRange(min=1), default=1, show_default=True, help="Query tokens of a request.")
+@click.option("--s-q", type=click.IntRange(min=1), show_default="1", help="Query tokens of a request.")
 @click.option("--topk", type=click.IntRange(min=1), help="Columns of an index row.  [default: the spec's capacity]")
 @click.option("--width", type=click.IntRange(min=0), help="Scores of a row, for topk and indexer_logits.")
 @click.option("--sms", type=click.IntRange(min=1), help="Multiprocessors.  [default: those of a device measured]")
@@ -37,7 +37,7 @@ def explain(
     spec: str,
     archs: tuple[str, ...],
     batch: int | None,
-    s_q: int,
+    s_q: int | None,
     topk: int | None,
     width: int | None,
     sms: int | None,
@@ -50,6 +50,8 @@ def explain(
     that also has the roofline of recorded benchmarks. Needs neither a GPU nor a toolkit.
     """
     (selection,) = select([spec], archs)
+    if batch is None:
+        _require_nothing({"--s-q": s_q, "--topk": topk, "--width": width, "--sms": sms})
     if html is not None:
         if batch is not None or as_json:
             raise SpecError("explain --html writes a page of the plans: leave out --batch and --json")
@@ -59,6 +61,11 @@ def explain(
         if as_json:
             raise SpecError("explain --batch prints text only: leave out --json, or leave out --batch for the plans")
         selection.matrix.require_complete()
+        from dsagen.spec_defaults import SCORES_OPS
+
+        if width is not None and not set(SCORES_OPS) & set(selection.spec.ops):
+            raise SpecError(f"explain --width: {selection.spec.name} has no {' or '.join(SCORES_OPS)}: leave it out")
+        s_q = s_q or 1
         rows = batch * s_q
         lines = _decode_lines(selection, batch, s_q, topk, sms) + _topk_lines(selection, rows, topk, width, sms)
         lines += _logits_lines(selection, batch, s_q, width, sms)
@@ -73,6 +80,12 @@ def explain(
     for plan in selection.matrix.plans():
         lines += ["", *plan_lines(plan, _launch_guards(plan), _registers(plan))]
     echo_lines(lines + _spec_guard_lines(selection))
+
+
+def _require_nothing(options: Mapping[str, int | None]) -> None:
+    for name, value in options.items():
+        if value is not None:
+            raise SpecError(f"explain {name} is about a call: add --batch, or leave it out")
 
 
 def _write_page(selection: Selection, path: Path) -> None:

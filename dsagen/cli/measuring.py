@@ -72,12 +72,18 @@ def bench(
         kv=tuple(kv.split(",")) if kv else (),
     )
     loaded = _specs(specs, axes)
+    shapes = {"--batch": batch is not None, "--s-q": s_q is not None, "--topk": topk is not None}
     if host:
-        others = {"--peers": peers, "--op": op is not None, "--record": record is not None, "--plot": plot is not None}
+        others = shapes | {
+            "--peers": peers,
+            "--op": op is not None,
+            "--record": record is not None,
+            "--plot": plot is not None,
+        }
         _require_alone("--host", others | {"--recorded": recorded})
         _bench_host(loaded, quiet, as_json)
     elif recorded:
-        _require_alone("--recorded", {"--peers": peers, "--op": op is not None})
+        _require_alone("--recorded", shapes | {"--peers": peers, "--op": op is not None})
         _show_recorded(loaded, plot, record, as_json)
     else:
         if axes and op not in (None, "sparse_decode"):

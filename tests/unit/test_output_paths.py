@@ -59,6 +59,12 @@ def nothing_runs(monkeypatch):
         (["emulate", "v32_h16", "v32_topk_h128", "--only", "width.*"], 2, "v32_topk_h128: no case"),
         (["check", "v32_h16", "--device", "emulator", "--record", "FILE/rows"], 3, "evidence cannot be written"),
         (["bench", "v32_h16", "--record", "FILE/rows"], 3, "evidence cannot be written"),
+        (["check", "v32_h16", "--device", "emulator", "--only", "width.*", "--record", "x"], 2, "is no evidence"),
+        (["bench", "v32_h16", "--host", "--batch", "3"], 2, "--batch: means nothing beside --host"),
+        (["bench", "v32_h16", "--recorded", "--json", "--s-q", "3"], 2, "--s-q: means nothing beside --recorded"),
+        (["explain", "v32_h16", "--sms", "3"], 2, "explain --sms is about a call: add --batch"),
+        (["explain", "v32_h16", "--s-q", "1"], 2, "explain --s-q is about a call: add --batch"),
+        (["explain", "v32_h16", "--batch", "3", "--width", "9"], 2, "v32_h16 has no topk or indexer_logits: leave it"),
         (["bench", "v32_h16", "--plot", "FILE/pictures"], 3, "--plot's pictures cannot be written"),
     ],
 )

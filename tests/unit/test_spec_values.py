@@ -132,3 +132,23 @@ def test_errors_survive_the_way_between_processes():
     driver = DriverError("cuInit", "CUDA_ERROR_NO_DEVICE", "none")
     copied = pickle.loads(pickle.dumps(driver))
     assert (str(copied), copied.code) == (str(driver), driver.code)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "text"),
+    [
+        ("ops", "decode", "ops = 'decode': must be a list: write [decode]"),
+        ("ops", "", "ops = '': must be a list of names"),
+        ("ops", [], "ops = []: must list at least one"),
+        ("ops", ["decode"], "ops[0] = 'decode': is no op"),
+        ("kv", 5, "kv = 5: must be a mapping"),
+    ],
+)
+def test_what_follows_from_a_wrong_value_is_not_told_too(key, value, text):
+    parts = {"kv_write": {"rows": "bf16"}, "index": {"keys": "fp8"}, "index_write": {"rows": "bf16"}}
+    ops = ["indexer_logits", "kv_cache", "index_cache"]
+    good = {"model": "v32", "heads": 16, "archs": ["sm_90a"], "ops": ops, **parts}
+    load_spec(good)
+    with pytest.raises(SpecError) as caught:
+        load_spec({**good, key: value})
+    assert str(caught.value).startswith(f"spec: {text}") and str(caught.value).count("spec: ") == 1
