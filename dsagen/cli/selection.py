@@ -78,14 +78,21 @@ def select(specs: Iterable[str], archs: Iterable[str]) -> list[Selection]:
     words = tuple(word for text in named for word in text.split(","))
     if not all(word.strip() for word in words):
         raise SpecError(f"--arch {','.join(named)!r}: an element is empty; expected a list such as sm_90a,sm_100a")
-    wanted = words or knobs.ARCH_LIST.get() or None
+    listed = () if words else knobs.ARCH_LIST.get() or ()
+    wanted = words or listed or None
     selections: dict[str, Selection] = {}
     for source in specs:
         spec = load_spec(source)
         known = selections.get(spec.name)
         if known is not None and known.spec != spec:
             raise SpecError(f"two different specs are named {spec.name!r}: set `name` in one of them")
-        selections[spec.name] = Selection(spec, expand(spec, wanted))
+        try:
+            selections[spec.name] = Selection(spec, expand(spec, wanted))
+        except SpecError as error:
+            if not listed:
+                raise
+            # The arch that it is about is nowhere on the command line.
+            raise KnobError(f"{knobs.ARCH_LIST.name}={','.join(listed)}: {error}") from None
     return list(selections.values())
 
 

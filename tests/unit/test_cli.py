@@ -469,3 +469,11 @@ def test_every_arch_can_be_listed(capsys, tmp_path):
     (spec,) = run_json(capsys, "list", str(path))["specs"]
     assert {cell["arch"] for cell in spec["cells"]} == set(ARCHS)
     assert spec["complete"]
+
+
+@pytest.mark.parametrize(("listed", "text"), [("7.5", "unknown arch 'sm_75'"), ("sm_120a", "sm_120a is not among its")])
+def test_an_arch_that_only_a_variable_names_is_told_with_it(capsys, monkeypatch, listed, text):
+    monkeypatch.setenv("DSAGEN_ARCH_LIST", listed)
+    code, _, err = run(capsys, "list", "v32_h16")
+    name = f"sm_{listed.replace('.', '').removeprefix('sm_')}"
+    assert code == 2 and err.startswith(f"error: DSAGEN_ARCH_LIST={name}: ") and text in err
