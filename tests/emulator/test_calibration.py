@@ -3,36 +3,30 @@
 from __future__ import annotations
 
 import ctypes
+import enum
 import io
 import json
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from calibration import boxes, device, maps
+from calibration import boxes, children, maps
 from calibration.__main__ import compare, main
 from calibration.boxes import TRIES, UNTOUCHED
 from calibration.case import Case
-from calibration.device import (
-    MAPS,
-    Arguments,
-    Device,
-    Outcome,
-    child_command,
-    compile_all,
-    cubin_of,
-    run_in_children,
-    serve,
-)
+from calibration.children import MAPS, Outcome, child_command, compile_all, cubin_of, run_in_children, serve
+from calibration.device import Arguments, Device
 from calibration.records import cases, disagreements, golden_records, packed, unpacked
 
 from dsagen.build import find_toolchain
-from dsagen.errors import EmulatorError, GuardError
-from dsagen.runtime.driver import LaunchConfig
+from dsagen.errors import DeviceError, EmulatorError, GuardError
 from dsagen.tensor_map import TensorMap
 
 RECORDS = golden_records()
@@ -131,52 +125,86 @@ def test_arguments_lie_as_the_driver_reads_them() -> None:
     ]  # fmt: skip
 
 
-class FakeDriver:
-    """Launches as the emulator does: reads the arguments from where the driver would."""
+class FakeCuda:
+    """cuda.bindings.driver with the emulator for a device: reads arguments and memory from where the driver would."""
+
+    CUlaunchConfig = SimpleNamespace
 
     def __init__(self, case: Case) -> None:
-        self.case = case
-        self.configs: list[LaunchConfig] = []
+        self.case, self.memory = case, dict[int, np.ndarray]()
+        self.CUlaunchAttributeID = SimpleNamespace(CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION="cluster")
+        self.launches: list[tuple[int, int, int]] = []
+        self.called: list[str] = []
+        self.result = FakeResult.SUCCESS
 
-    def torch_device(self, ordinal: int) -> torch.device:
-        return torch.device("cpu")
+    def __getattr__(self, name: str) -> Callable[..., tuple[object, ...]]:
+        def call(*arguments: object) -> tuple[object, ...]:
+            self.called.append(name)
+            return (self.result, getattr(self, f"on_{name}", lambda *_: f"of {name}")(*arguments))
 
-    def load_kernel(self, ordinal: int, cubin: bytes, symbol: str) -> str:
-        return symbol
+        if not name.startswith("cu"):
+            raise AttributeError(name)
+        return call
 
-    def current_stream(self, ordinal: int) -> int:
-        return 5
+    def on_cuMemAlloc(self, size: int) -> int:
+        made = np.empty(size, np.uint8)
+        self.memory[made.ctypes.data] = made
+        return made.ctypes.data
 
-    def synchronize(self, ordinal: int, stream: int) -> None:
-        assert stream == 5
+    def on_cuMemcpyHtoD(self, to: int, source: int, size: int) -> None:
+        self.memory[to][:] = np.frombuffer(ctypes.string_at(source, size), np.uint8)
 
-    def make_launch(
-        self, ordinal: int, kernel: str, config: LaunchConfig, params: int
-    ) -> Callable[[list[torch.Tensor]], None]:
-        self.configs.append(config)
+    def on_cuMemcpyDtoH(self, to: int, source: int, size: int) -> None:
+        ctypes.memmove(to, source, size)
+
+    def on_cuMemFree(self, place: int) -> None:
+        del self.memory[place]
+
+    def CUlaunchAttribute(self) -> SimpleNamespace:
+        return SimpleNamespace(value=SimpleNamespace(clusterDim=SimpleNamespace()))
+
+    def on_cuLaunchKernelEx(self, launch: Any, kernel: str, params: int, extra: int) -> None:
+        assert kernel == "of cuKernelGetFunction" and launch.gridDimY == launch.blockDimZ == 1
+        cluster = launch.attrs[0].value.clusterDim.x if hasattr(launch, "attrs") else 1
+        self.launches.append((launch.gridDimX, launch.blockDimX, cluster))
         first = self.case.tiled is not None
+        arrays = self.case.arrays()
+        pointers = (ctypes.c_void_p * (len(arrays) + first)).from_address(params)
+        if first:
+            assert ctypes.string_at(pointers[0], 128) == bytes(range(128))
+        for pointer, place, array in zip(pointers[first:], self.memory, arrays, strict=True):
+            assert ctypes.c_uint64.from_address(pointer or 0).value == place
+            assert self.memory[place].tobytes() == array.tobytes()
+        self.memory[place][:] = self.case.run_emulated().reshape(-1).view(np.uint8)
 
-        def run(tensors: list[torch.Tensor]) -> None:
-            pointers = (ctypes.c_void_p * (len(tensors) + first)).from_address(params)
-            if first:
-                assert ctypes.string_at(pointers[0], 128) == bytes(range(128))
-            for tensor, pointer, array in zip(tensors, pointers[first:], self.case.arrays(), strict=True):
-                assert ctypes.c_uint64.from_address(pointer or 0).value == tensor.data_ptr()
-                assert tensor.numpy().tobytes() == array.tobytes()
-            tensors[-1].copy_(torch.from_numpy(self.case.run_emulated().reshape(-1).view(np.uint8)))
 
-        return run
+class FakeResult(enum.IntEnum):
+    SUCCESS = 0
+    CUDA_ERROR_ILLEGAL_INSTRUCTION = 715
 
 
 @pytest.mark.parametrize("name", ["tensor.reduce.add.float16", "bulk.multicast4.101.from3", "cvt.f32.f16"])
 def test_a_case_is_launched_on_a_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = next(case for case in cases() if case.name == name)
-    driver = FakeDriver(case)
-    monkeypatch.setattr(TensorMap, "encode", lambda tensor_map, cuda: bytes(range(128)))
-    found = Device(0, driver, None).run(case, b"")
+    cuda = FakeCuda(case)
+    monkeypatch.setattr(TensorMap, "encode", lambda tensor_map, module: bytes(range(128)))
+    machine = Device(0, cuda)
+    assert cuda.called[-1] == "cuCtxSetCurrent"
+    found = machine.run(case, b"")
     assert found.shape == case.shape and case.difference(found, case.run_emulated()) == ""
-    (config,) = driver.configs
-    assert (config.grid, config.threads, config.cluster) == (case.grid, case.threads, case.cluster)
+    assert cuda.launches == [(case.grid, case.threads, case.cluster)]
+    assert not cuda.memory and machine.is_usable()
+    cuda.result = FakeResult.CUDA_ERROR_ILLEGAL_INSTRUCTION
+    with pytest.raises(DeviceError, match="cuLibraryLoadData: CUDA_ERROR_ILLEGAL_INSTRUCTION"):
+        machine.run(case, b"")
+    assert not machine.is_usable()
+
+
+def test_a_child_does_not_wait_for_torch() -> None:
+    """Whose import takes longer than all else that a child does."""
+    text = "import sys; sys.path.insert(0, 'tests/emulator'); import calibration.children, dsagen.tensor_map"
+    text += "; from cuda.bindings import driver; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", text], check=True, cwd=Path(__file__).parents[2])
 
 
 # A child that fails at some tasks in each of the ways that there are.
@@ -209,6 +237,30 @@ def test_what_fails_in_a_child_stops_nothing_else() -> None:
     assert outcome.about == {"device": "x"}
 
 
+@pytest.mark.parametrize("end", ["dies", "faults"])
+def test_what_is_like_a_case_that_faults_comes_last(end: str) -> None:
+    """Whether the child tells of the fault itself, or is gone."""
+    names = ["tensor.load.a", f"tensor.load.{end}", "tensor.load.b", "tensor.load2.c", "tensor.store.d", "wgmma.e"]
+    outcome = Outcome()
+    child = CHILD.replace('name == "', 'name.split(".")[-1] == "')
+    run_in_children([sys.executable, "-c", child], dict.fromkeys(names, ""), outcome)
+    assert list(outcome.rows) == ["tensor.load.a", "tensor.store.d", "wgmma.e", "tensor.load.b", "tensor.load2.c"]
+    assert list(outcome.failed) == [f"tensor.load.{end}"]
+
+
+def test_at_the_deadline_what_is_done_is_kept() -> None:
+    child = CHILD.replace(
+        "    say(case=name, row", "    if name == 'slow': import time; time.sleep(600)\n    say(case=name, row"
+    )
+    outcome = Outcome()
+    # Long enough for a child to start on a busy machine, and well below its patience.
+    run_in_children(
+        [sys.executable, "-c", child], dict.fromkeys(["a", "slow", "b"], ""), outcome, deadline=time.monotonic() + 5
+    )
+    assert set(outcome.rows) == {"a"}
+    assert outcome.failed == {"slow": "the time was up", "b": "not begun: the time is up"}
+
+
 def test_children_that_never_begin_are_given_up() -> None:
     outcome = Outcome()
     run_in_children([sys.executable, "-c", "raise SystemExit('no driver')"], {"a": "", "b": ""}, outcome)
@@ -216,7 +268,7 @@ def test_children_that_never_begin_are_given_up() -> None:
 
 
 def test_children_are_not_started_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "MOST_CHILDREN", 2)
+    monkeypatch.setattr(children, "MOST_CHILDREN", 2)
     outcome = Outcome()
     run_in_children(
         [sys.executable, "-c", CHILD.replace("dies", "d")], dict.fromkeys(["d", "a", "faults", "b"], ""), outcome
@@ -270,6 +322,10 @@ def test_both_ways_to_a_tensor_map_are_compared(monkeypatch: pytest.MonkeyPatch)
     rows = maps.survey(FakeLibrary(1), None)  # type: ignore[arg-type]
     assert not any(row["agree"] for row in rows.values())
     assert rows["plain"]["driver"] == "error 1"
+    # Of a context that is missing both complain, which says nothing of a map.
+    monkeypatch.setattr(maps, "encoded_by_us", lambda cuda, fields: "no context")
+    assert all(row["agree"] for row in maps.survey(FakeLibrary(1), None).values())  # type: ignore[arg-type]
+    assert not any(row["agree"] for row in maps.survey(FakeLibrary(201), None).values())  # type: ignore[arg-type]
     monkeypatch.undo()
     # What we refuse ourselves needs no driver to say so.
     refused = {name for name, fields in boxes.descriptions().items() if isinstance(ours(fields), str)}

@@ -91,11 +91,11 @@ def test_boxes_inside_across_and_outside(rank: int) -> None:
     array = np.pad(array, [(0, 0)] * (rank - 1) + [(0, -SHAPES[rank][-1] % 8)])
     places = [
         (0,) * rank,
-        (3,) + (1,) * (rank - 1),
-        (-5,) + (-1,) * (rank - 1),
-        (array.shape[-1] - 3,) + (1,) * (rank - 1),
+        (8,) + (1,) * (rank - 1),
+        (-8,) + (-1,) * (rank - 1),
+        (array.shape[-1] - 8,) + (1,) * (rank - 1),
     ]
-    places += [(-40,) + (0,) * (rank - 1), (1000,) * rank, (0,) * (rank - 1) + (-1,)]
+    places += [(-40,) + (0,) * (rank - 1), (1000,) * rank, (0,) * (rank - 1) + (-8 if rank == 1 else -1,)]
     for n, at in enumerate(places):
         found = loaded(array, "uint16", BOXES[rank], at, seed=n % 3)
         assert found.tobytes() == box_of(array, BOXES[rank], at).tobytes(), at
@@ -105,13 +105,14 @@ def test_boxes_inside_across_and_outside(rank: int) -> None:
 def test_elements_of_every_type(element: str) -> None:
     size = ELEMENT_BYTES[element]
     array = RANDOM.integers(0, 1 << 8 * size if size < 8 else 1 << 63, (12, 64), dtype=np.uint64).astype(f"u{size}")
-    for at in ((3, 2), (-1, -1), (55, 9)):
-        found = loaded(array, element, (16, 6), at)
-        assert found.tobytes() == box_of(array, (16, 6), at).tobytes()
+    unit, box = 16 // size, (max(16, 32 // size), 6)
+    for at in ((unit, 2), (-unit, -1), (64 - unit, 9)):
+        found = loaded(array, element, box, at)
+        assert found.tobytes() == box_of(array, box, at).tobytes()
 
 
 @pytest.mark.parametrize("row_bytes", [32, 64, 128])
-@pytest.mark.parametrize("at", [(0, 0), (5, 3), (-7, -2), (60, 30)])
+@pytest.mark.parametrize("at", [(0, 0), (8, 3), (-8, -2), (64, 30)])
 def test_swizzles(row_bytes: int, at: tuple[int, int]) -> None:
     array = RANDOM.integers(0, 1 << 16, (40, 80)).astype(np.uint16)
     box = (row_bytes // 2, 24)
@@ -181,7 +182,8 @@ def put(array: np.ndarray, tile: np.ndarray, at: tuple[int, ...], of: np.ufunc |
 def test_stores_leave_what_lies_outside(rank: int) -> None:
     shape = (*SHAPES[rank][:-1], -(-SHAPES[rank][-1] // 8) * 8)
     box = BOXES[rank]
-    for at in ((1,) * rank, (-3,) + (-1,) * (rank - 1), (shape[-1] - 7,) + (0,) * (rank - 1), (900,) * rank):
+    ones, before, rest = ((n,) * (rank - 1) for n in (1, -1, 0))
+    for at in ((8, *ones), (-8, *before), (shape[-1] - 8, *rest), (904,) * rank):
         array = RANDOM.integers(0, 1 << 15, shape).astype(np.uint16)
         before = array.copy()
         tile = np.frombuffer(stored(array, "uint16", box, at), np.uint16).reshape(box[::-1])
@@ -191,8 +193,8 @@ def test_stores_leave_what_lies_outside(rank: int) -> None:
 def test_a_swizzled_store() -> None:
     array = RANDOM.integers(0, 1 << 8, (40, 256)).astype(np.uint8)
     before = array.copy()
-    tile = np.frombuffer(stored(array, "uint8", (128, 16), (100, -2), swizzle_bytes=128), np.uint8).reshape(16, 128)
-    assert array.tobytes() == put(before, tile, (100, -2)).tobytes()
+    tile = np.frombuffer(stored(array, "uint8", (128, 16), (144, -2), swizzle_bytes=128), np.uint8).reshape(16, 128)
+    assert array.tobytes() == put(before, tile, (144, -2)).tobytes()
 
 
 COUNTED = {
@@ -210,8 +212,8 @@ def test_reductions(operation: str, element: str) -> None:
     before = array.copy()
     of = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or}
     of |= {"xor": np.bitwise_xor, **COUNTED}
-    tile = np.frombuffer(stored(array, element, (8, 4), (28, 3), operation), element).reshape(4, 8)
-    assert array.tolist() == put(before, tile, (28, 3), of[operation]).tolist()
+    tile = np.frombuffer(stored(array, element, (16, 4), (24, 3), operation), element).reshape(4, 16)
+    assert array.tolist() == put(before, tile, (24, 3), of[operation]).tolist()
 
 
 # ---- a cluster, hints, faults ---------------------------------------------------------------------------------------
@@ -258,6 +260,24 @@ def test_copies_that_are_refused(change: tuple[str, str], said: str) -> None:
     with pytest.raises(EmulatorError) as caught:
         launch(kernel(SETUP + text.replace(*change), 2, SHARED), addresses, memory)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("at", [(4, 0), (-7, 0), (1001, 0)])
+@pytest.mark.parametrize("text", [
+    "cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes [%r1], [%d0, {AT}], [%r10];",
+    "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%d0, {AT}], [%r1];",
+    "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [%d0, {AT}], [%r1];",
+    "cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%d0, {AT}];",
+], ids=lambda text: text.split()[0])  # fmt: skip
+def test_a_box_lies_off_the_beginning_by_multiples_of_16_bytes(text: str, at: tuple[int, int]) -> None:
+    """A device takes no other, not even outside of the tensor."""
+    memory = Memory()
+    tensor_map = described(memory, np.zeros((8, 64), np.uint16), "uint16", (64, 4))
+    raw = np.frombuffer(tensor_map.encode_for_emulator(), np.uint8).copy()
+    addresses = [memory.add("map", raw), memory.add("out", np.zeros(512, np.uint8))]
+    body = SETUP + "bar.warp.sync -1; @%p1 " + text.replace("{AT}", f"{{{at[0]}, {at[1]}}}")
+    with pytest.raises(EmulatorError, match=f"coordinate {at[0]} of .* elements of 2 bytes: .* no multiple of 16"):
+        launch(kernel(body, 2, SHARED), addresses, memory)
 
 
 @pytest.mark.parametrize("text", [

@@ -18,6 +18,8 @@ struct Map {
 };
 #pragma pack(pop)
 constexpr u32 kMapBytes = 128;
+// Bytes by which a box may lie off the tensor's beginning in the first dimension, wherever it lies.
+constexpr i64 kUnit = 16;
 static_assert(sizeof(Map) <= kMapBytes);
 const char kMagic[] = "dsagenTM";
 
@@ -50,6 +52,9 @@ Box read_box(Warp& w, int lane, u64 address, const i32* at, u32 rank) {
     fail("the tensor map at %#llx was not encoded for the emulator (dsagen.tensor_map)",
          static_cast<unsigned long long>(address));
   if (map.rank != rank) fail("a tensor map of rank %u where the instruction has %u coordinates", map.rank, rank);
+  if (static_cast<i64>(at[0]) * map.element_bytes % kUnit != 0)
+    fail("cp.async.bulk.tensor: coordinate %d of the first dimension, of elements of %u bytes: its bytes are no "
+         "multiple of 16, which a device answers with an illegal instruction", at[0], map.element_bytes);
   Box box{};
   box.rank = rank;
   box.element_bytes = map.element_bytes;

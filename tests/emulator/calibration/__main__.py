@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from calibration.device import Outcome, record, serve
+from calibration.children import Outcome, record, serve
 from calibration.records import cases, disagreements, packed, write
 from dsagen.build import find_toolchain
 from dsagen.errors import EmulatorError
@@ -27,10 +28,15 @@ def emulated() -> Outcome:
     return outcome
 
 
-def main(device: str, out: str) -> int:
+def main(device: str, out: str, seconds: float = float("inf")) -> int:
     """Store the record; how many cases there are goes to stdout, and what failed."""
     toolchain = None if device == "emulator" else find_toolchain()
-    outcome = emulated() if toolchain is None else record(device, cases(), toolchain)
+    outcome = emulated() if toolchain is None else record(device, cases(), toolchain, seconds)
+    if toolchain is not None:
+        # Not ahead of it, for it brings torch along.
+        from dsagen.check.recording import driver_version
+
+        outcome.about["driver"] = driver_version()
     outcome.about["toolkit"] = toolchain.version if toolchain is not None else "none"
     write(Path(out), outcome.about, outcome.rows, outcome.failed, outcome.maps)
     about = outcome.about.get("device", "no device")
@@ -51,10 +57,17 @@ def compare(path: str) -> int:
     return 1 if found else 0
 
 
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.emulator.calibration")
+    parser.add_argument("device", help="a CUDA device's number, `emulator`, or `compare`")
+    parser.add_argument("file", help="where the record goes, or lies")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="what has not begun then is left out")
+    return parser.parse_args()
+
+
 if __name__ == "__main__":
-    if len(sys.argv) != 3:
-        raise SystemExit("usage: python -m tests.emulator.calibration DEVICE_NUMBER|emulator OUT.json, or compare FILE")
-    if sys.argv[1] == "--child":
+    if sys.argv[1:2] == ["--child"]:
         serve(sys.argv[2], sys.stdin, sys.stdout)
         sys.exit(0)
-    sys.exit(compare(sys.argv[2]) if sys.argv[1] == "compare" else main(*sys.argv[1:]))
+    asked = _arguments()
+    sys.exit(compare(asked.file) if asked.device == "compare" else main(asked.device, asked.file, asked.seconds))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from micro import kernel
@@ -13,8 +14,14 @@ from dsagen.tensor_map import ELEMENT_BYTES, TensorMap
 # Words of a lane that no copy wrote, and bytes behind a box that none may write.
 UNTOUCHED = 0x5A5A5A5A
 _BEHIND = 128
+# Of a map that is a parameter, as cuda.h of CUDA 13 has it; it was 64 before.
+_MAP_ALIGNMENT = 128
 # How often a phase is asked about, for announced bytes may never come. `try_wait` may take long to say no.
 TRIES = 1 << 20
+# Bytes of the first dimension by which a box may lie off the tensor's beginning. A device answers others, in any place
+# and of any copy, with an illegal instruction, which ends all that a process can do there.
+_UNIT = 16
+_UNALIGNED = "no multiple of 16"
 # What a text begins with: %d0 the map, %d1 the output, %r1 the tile, %r10 the mbarrier, %p1 thread 0 of 32.
 _SETUP = """
 mov.b64 %d0, p0; cvta.param.u64 %d0, %d0; ld.param.u64 %d1, [p{out}]; mov.u32 %r1, tile; mov.u32 %r10, bar;
@@ -44,7 +51,7 @@ def bounded_wait(name: str, parity: int, barrier: str = "%r10") -> str:
 def _text(body: str, arrays: int, tile_bytes: int) -> str:
     shared = f".shared .align 1024 .b8 tile[{tile_bytes}];\n.shared .align 8 .b8 bar[8];\n"
     text = kernel(_SETUP.format(out=arrays) + body, 1 + arrays, shared)
-    return text.replace(".param .u64 p0", ".param .align 64 .b8 p0[128]", 1)
+    return text.replace(".param .u64 p0", f".param .align {_MAP_ALIGNMENT} .b8 p0[128]", 1)
 
 
 def _coordinates(at: Sequence[int]) -> str:
@@ -110,8 +117,13 @@ def _places(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
     """Inside, across each end of the fastest dimension and of the others, and outside of all."""
     rank, width = len(shape), shape[-1]
     rest, ones, before = (0,) * (rank - 1), (1,) * (rank - 1), (-1,) * (rank - 1)
-    places = [(0, *rest), (3, *ones), (-5, *before), (width - 3, *ones), (-40, *rest), (1000,) * rank, (0, *before)]
-    return [*places, (-(2**31), *rest), (2**31 - 1, *rest), (width, *rest)]
+    places = [(0, *rest), (8, *ones), (-8, *before), (width - 8, *ones), (-40, *rest), (1000,) * rank, (0, *before)]
+    return [*places, (-(2**31), *rest), (2**31 - 8, *rest), (width, *rest)]
+
+
+def _units(array: np.ndarray) -> int:
+    """Elements that a box may lie off at least."""
+    return _UNIT // array.itemsize
 
 
 def ranks() -> list[Case]:
@@ -120,8 +132,8 @@ def ranks() -> list[Case]:
     for rank, shape in _SHAPES.items():
         tiled = Tiled(0, "uint16", _BOXES[rank])
         found.append(load(f"tensor.load.{rank}d", _numbers(shape), tiled, _places(shape)))
-        inside = ((1,) * rank, (-3,) + (-1,) * (rank - 1), (shape[-1] - 7,) + (0,) * (rank - 1), (900,) * rank)
-        for n, at in enumerate(inside):
+        ones, before, rest = ((n,) * (rank - 1) for n in (1, -1, 0))
+        for n, at in enumerate(((8, *ones), (-8, *before), (shape[-1] - 8, *rest), (904,) * rank)):
             found.append(store(f"tensor.store.{rank}d.{n}", _numbers(shape), Tiled(1, "uint16", _BOXES[rank]), [at]))
     return found
 
@@ -129,21 +141,26 @@ def ranks() -> list[Case]:
 def swizzles() -> list[Case]:
     """Each swizzle, with rows as wide as it and narrower, at edges; loaded and stored."""
     found = []
-    places = [(0, 0), (5, 3), (-7, -2), (60, 30), (-200, 0)]
+
+    def places(array: np.ndarray) -> list[tuple[int, int]]:
+        by = _units(array)
+        return [(0, 0), (by, 3), (-by, -2), (array.shape[1] - by, 30), (-25 * by, 0)]
+
     for swizzle in (0, 32, 64, 128):
         for row in (16, 32, 64, 128, 256):
             if swizzle and row > swizzle:
                 continue
             tiled = Tiled(0, "bfloat16", (row // 2, 24), swizzle_bytes=swizzle)
             refused = "where the next one lies" if swizzle and row != swizzle else ""
-            found.append(load(f"tensor.load.swizzle{swizzle}.row{row}", _numbers((40, 80)), tiled, places, refused))
+            array = _numbers((40, 80))
+            found.append(load(f"tensor.load.swizzle{swizzle}.row{row}", array, tiled, places(array), refused))
     for swizzle in (32, 64, 128):
         for element, dtype in (("uint8", "u1"), ("float32", "u4")):
             array = _numbers((40, 320 // np.dtype(dtype).itemsize), dtype)
             tiled = Tiled(0, element, (swizzle // array.itemsize, 20), swizzle_bytes=swizzle)
-            found.append(load(f"tensor.load.swizzle{swizzle}.{element}", array, tiled, places))
+            found.append(load(f"tensor.load.swizzle{swizzle}.{element}", array, tiled, places(array)))
         out = Tiled(1, "bfloat16", (swizzle // 2, 16), swizzle_bytes=swizzle)
-        found.append(store(f"tensor.store.swizzle{swizzle}", _numbers((40, 80)), out, [(20, -2)]))
+        found.append(store(f"tensor.store.swizzle{swizzle}", _numbers((40, 80)), out, [(72, -2)]))
     return found
 
 
@@ -158,16 +175,20 @@ def elements() -> list[Case]:
     ]  # fmt: skip
     for element, size in ELEMENT_BYTES.items():
         array = floats if size == 4 else _numbers((12, 64), f"u{size}")
-        found.append(load(f"tensor.load.{element}", array, Tiled(0, element, (16, 6)), [(0, 0), (-1, -1), (55, 9)]))
+        by = _units(array)
+        tiled = Tiled(0, element, (max(16, 2 * by), 6))
+        found.append(load(f"tensor.load.{element}", array, tiled, [(0, 0), (-by, -1), (64 - by, 9)]))
     for element, dtype in (("bfloat16", "u2"), ("float16", "u2"), ("float32", "u4")):
         array = _numbers((12, 64), dtype)
         nan = Tiled(0, element, (16, 6), fill="nan")
-        found.append(load(f"tensor.load.{element}.nan", array, nan, [(0, 0), (-1, -1), (55, 9)], "fills with zeros"))
+        by = _units(array)
+        places = [(0, 0), (-by, -1), (64 - by, 9)]
+        found.append(load(f"tensor.load.{element}.nan", array, nan, places, "fills with zeros"))
     stepped = Tiled(0, "uint16", (16, 7, 4), (4, 3, 2))
-    places = [(0, 2, -1), (0, 0, 0), (3, 18, 4), (0, -3, 1)]
-    found.append(load("tensor.load.steps", _numbers((5, 20, 24)), stepped, places))
+    steps = [(0, 2, -1), (0, 0, 0), (8, 18, 4), (0, -3, 1)]
+    found.append(load("tensor.load.steps", _numbers((5, 20, 24)), stepped, steps))
     step = Tiled(1, "uint16", (16, 6), (1, 2))
-    found.append(store("tensor.store.steps", _numbers((16, 24)), step, [(2, 3)], refused="element strides"))
+    found.append(store("tensor.store.steps", _numbers((16, 24)), step, [(8, 3)], refused="element strides"))
     return found
 
 
@@ -197,11 +218,44 @@ def reductions() -> list[Case]:
     for operation, element in _REDUCED:
         before = moderate(element, 20 * 32, 43).reshape(20, 32)
         # What the first values are joined with is as small.
-        before[18, 20:24] = before[0, :4]
+        before[18, 24:28] = before[0, :4]
         values = moderate(element, 64, 44)
         name = f"tensor.reduce.{operation}.{element}"
-        found.append(store(name, before, Tiled(1, element, (16, 4)), [(20, 18)], operation, values))
+        found.append(store(name, before, Tiled(1, element, (16, 4)), [(24, 18)], operation, values))
     return found
+
+
+def parts() -> list[Case]:
+    """Rows that end within 16 bytes, and what lies behind them: of another part of what the tensor is part of."""
+    found = []
+    for element, dtype, width in (("uint8", "u1", 70), ("bfloat16", "u2", 37), ("float32", "u4", 17)):
+        array = _numbers((9, 80 // np.dtype(dtype).itemsize), dtype)
+        by = _units(array)
+        tiled = Tiled(0, element, (4 * by, 4), width=width)
+        found.append(load(f"tensor.load.part.{element}", array, tiled, [(0, 0), (2 * by, 1), (4 * by, 7), (5 * by, 0)]))
+        out = replace(tiled, array=1)
+        found.append(store(f"tensor.store.part.{element}", array, out, [(2 * by, -1)]))
+        values = moderate("uint8", 64 * 4, 45).view(dtype)
+        if element != "uint8":
+            found.append(store(f"tensor.reduce.part.{element}", array, out, [(2 * by, -1)], "add", values))
+    return found
+
+
+def unaligned() -> list[Case]:
+    """Boxes off the beginning by less than 16 bytes, inside of the tensor and outside, which nothing may ask for."""
+    array = _numbers((9, 40))
+    tiled, out = Tiled(0, "uint16", (32, 4)), Tiled(1, "uint16", (32, 4))
+    return [
+        *(load(f"tensor.load.unaligned.{at[0]}", array, tiled, [at], _UNALIGNED) for at in ((1, 0), (4, 0), (1001, 0))),
+        store("tensor.store.unaligned", array, out, [(4, 0)], refused=_UNALIGNED),
+    ]
+
+
+def alignments() -> list[Case]:
+    """A map that lies at a multiple of 64 bytes, and not of 128."""
+    tiled = Tiled(0, "uint16", (32, 4))
+    plain = load("tensor.map.align64", _numbers((9, 40)), tiled, [(0, 0), (8, 1)])
+    return [replace(plain, ptx=plain.ptx.replace(f".align {_MAP_ALIGNMENT} .b8 p0", ".align 64 .b8 p0"))]
 
 
 def multicasts() -> list[Case]:
@@ -219,7 +273,7 @@ def multicasts() -> list[Case]:
         body += f"@%p6 mbarrier.arrive.expect_tx.shared.b64 _, [%r10], {count};\n" + _MEET
         body += f"setp.eq.u32 %p6, %r11, {size - 1}; and.pred %p6, %p6, %p1;\n"
         body += "@%p6 cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-        body += ".multicast::cluster [%r1], [%d0, {60, 30}], [%r10], %h1;\nmov.u32 %r6, 2; @!%p5 bra NONE;\n"
+        body += ".multicast::cluster [%r1], [%d0, {56, 30}], [%r10], %h1;\nmov.u32 %r6, 2; @!%p5 bra NONE;\n"
         body += bounded_wait("W", 0) + "NONE: st.global.u32 [%d1], %r6; add.u64 %d1, %d1, 128;\n"
         body += _BESIDE.format(name="D", at=1, bytes=bytes_, move="ld.shared.u32 %r4, [%r2]; st.global.u32 [%d2], %r4;")
         text, shape = _text(body + _MEET, 2, bytes_), (size, 32 + bytes_ // 4)

@@ -18,7 +18,10 @@ THREADS = 128
 
 @dataclass(frozen=True)
 class Tiled:
-    """A tensor map of one of a case's arrays, the last of which is the output: see dsagen.tensor_map."""
+    """A tensor map of one of a case's arrays, the last of which is the output: see dsagen.tensor_map.
+
+    With a `width` its rows hold so many elements, and the rest of the array's rows is not of the tensor.
+    """
 
     array: int
     element: str
@@ -26,12 +29,14 @@ class Tiled:
     element_strides: tuple[int, ...] = ()
     swizzle_bytes: int = 0
     fill: str = "zeros"
+    width: int = 0
 
     def of(self, array: np.ndarray, address: int) -> TensorMap:
         """The map of this array, whose last axis is the fastest."""
         strides = array.strides[-2::-1] if array.ndim > 1 else ()
         how = (self.element_strides, self.swizzle_bytes, 0, self.fill)
-        return TensorMap(self.element, address, array.shape[::-1], strides, self.box, *how)
+        sizes = (self.width or array.shape[-1], *array.shape[-2::-1])
+        return TensorMap(self.element, address, sizes, strides, self.box, *how)
 
 
 @dataclass(frozen=True, eq=False)

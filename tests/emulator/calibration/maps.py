@@ -15,6 +15,8 @@ _SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
 _PROMOTIONS = {0: 0, 64: 1, 128: 2, 256: 3}
 _FILLS = {"zeros": 0, "nan": 1}
 _ALIGNMENT = 64
+# CUDA_ERROR_INVALID_VALUE: the one error that is about what was asked for.
+_REFUSED = 1
 
 
 def encoded_by_library(library: ctypes.CDLL, fields: dict[str, Any]) -> bytes | int:
@@ -49,7 +51,10 @@ def encoded_by_us(cuda: Any, fields: dict[str, Any]) -> bytes | str:
 
 
 def survey(library: ctypes.CDLL, cuda: Any) -> dict[str, dict[str, Any]]:
-    """A row for each description: what the driver and our encoder make of it, and whether they agree."""
+    """A row for each description: what the driver and our encoder make of it, and whether they agree.
+
+    An error that says nothing of the description, such as that there is no context, is no agreement.
+    """
     rows = {}
     for name, fields in descriptions().items():
         theirs, ours = encoded_by_library(library, fields), encoded_by_us(cuda, fields)
@@ -57,6 +62,6 @@ def survey(library: ctypes.CDLL, cuda: Any) -> dict[str, dict[str, Any]]:
         rows[name] = {
             "driver": theirs.hex() if isinstance(theirs, bytes) else f"error {theirs}",
             "ours": ours.hex() if isinstance(ours, bytes) else ours,
-            "agree": ours == theirs if taken and accepted else taken == accepted,
+            "agree": ours == theirs if taken else theirs == _REFUSED and not accepted,
         }
     return rows

@@ -24,8 +24,9 @@ def cases() -> tuple[Case, ...]:
     groups = (
         products.layouts, products.sums, products.base_offsets, warp_products.sums, warp_products.matrices,
         values.conversions, values.approximations, values.open_questions, lanes.shuffles, lanes.reductions,
-        lanes.mbarriers, boxes.ranks, boxes.swizzles, boxes.elements, boxes.reductions, boxes.multicasts,
-        clusters.addresses, clusters.arrivals, clusters.stores, clusters.multicasts, clusters.global_copies,
+        lanes.mbarriers, clusters.global_copies, clusters.addresses, clusters.arrivals, clusters.stores,
+        clusters.multicasts, boxes.ranks, boxes.swizzles, boxes.elements, boxes.reductions, boxes.parts,
+        boxes.alignments, boxes.multicasts, boxes.unaligned,
     )  # fmt: skip
     return tuple(case for group in groups for case in group())
 
