@@ -177,6 +177,12 @@ def test_floats_to_narrower_ones(kinds: tuple[str, str], mode: str) -> None:
     for a in each_block(wide_values(source)):
         found = compute(f"cvt.{mode}.{to}.{source} {{out}}, {{a}};", [a], UINTS[32 if to == "tf32" else fmt.bits])
         want = [fmt.code(given.value(int(x)), mode) << (13 if to == "tf32" else 0) for x in a]
+        if mode == "rna":
+            # Of NaN the upper bits stay.
+            want = [
+                int(x) & 0xFFFFE000 if int(x) & 0x7FFFFFFF > 0x7F800000 else code
+                for x, code in zip(a, want, strict=True)
+            ]
         assert found.tolist() == want
 
 

@@ -74,13 +74,20 @@ def test_sums_of_fp8_with_what_is_no_number(special: int) -> None:
 
 
 def test_sums_of_fp8_are_cut_off_below_the_largest() -> None:
-    """32 times 2^-11 beside 1 stays, of which 13 bits are kept; beside 8 it is lost, to which it is added."""
+    """32 times 2^-11 beside 1 stays, of which 13 bits are kept; beside 8 it is lost, to which it is added.
+
+    Which is the largest goes by exponents, so that 1.5 x 1.5 leaves as much as 1; but a sum that carries keeps less.
+    """
     form = Product("f32", "e4m3", "e4m3", 8)
     inputs = inputs_of(form)
     inputs.a[:], inputs.b[:], inputs.c[:] = 0x10, 0x08, 1.0
     assert (run(form, inputs) == 1 + 2.0**-6).all()
     inputs.c[:] = 8.0
     assert (run(form, inputs) == 8).all()
+    # Three times 2^-13 stay beside 1.5 x 1.5, and of what they make together the last bit is cut off.
+    inputs.a[:], inputs.b[:], inputs.c[:] = 0, 0, 0.0
+    inputs.a[:, 0], inputs.b[:, 0], inputs.a[:, 1:4], inputs.b[:, 1:4] = 0x3C, 0x3C, 0x08, 0x04
+    assert (run(form, inputs) == 2.25 + 2.0**-12).all()
 
 
 @pytest.mark.parametrize("pattern", [64, 128])

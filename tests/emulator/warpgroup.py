@@ -10,6 +10,7 @@ import micro
 import numpy as np
 from exact import FORMATS
 from micro import kernel
+from tensor_cores import KEPT, stored, summed
 
 from dsagen.emulator import Memory
 
@@ -17,8 +18,6 @@ ROWS, THREADS, ROW_BYTES = 64, 128, 32
 # Swizzles as a descriptor has them, by the bytes of a pattern's row; 16: none.
 MODES = {16: 0, 128: 1, 64: 2, 32: 3}
 WIDTHS = {"bf16": 2, "f16": 2, "tf32": 4, "e4m3": 1, "e5m2": 1, "s8": 1, "u8": 1}
-# Bits below the leading one of the largest summand that sums of fp8 keep.
-FP8_FRACTION_BITS = 13
 
 
 @dataclass(frozen=True)
@@ -261,7 +260,7 @@ def run(product: Product, inputs: Inputs, text: str = "", ahead: int = 0, **opti
 
 
 def expected(product: Product, inputs: Inputs) -> tuple[np.ndarray, np.ndarray]:
-    """D in fp64 (fp8: as its sums are cut off, in fp32), and the sum of all magnitudes."""
+    """D in fp64 (fp8: as its sums are cut off), and the sum of all magnitudes."""
     a = values(product.a_type, inputs.a) * product.scales[0] * product.scales[1]
     b = values(product.b_type, inputs.b)
     c = inputs.c.astype(np.float64) * product.adds
@@ -272,9 +271,17 @@ def expected(product: Product, inputs: Inputs) -> tuple[np.ndarray, np.ndarray]:
             return total, scale
         limits = (-(2.0**31), 2.0**31 - 1)
         return np.clip(total, *limits) if product.saturates else (total + 2**31) % 2**32 - 2**31, scale
-    summands = np.concatenate([a[:, None, :] * b[None, :, :], c[..., None]], -1)
-    largest = np.abs(summands).max(-1, keepdims=True)
-    unit = np.ldexp(1.0, np.frexp(largest)[1] - 1 - FP8_FRACTION_BITS)
-    total = (np.trunc(summands / unit) * unit).sum(-1).astype(np.float32)
+    return as_aligned(product, inputs), scale
+
+
+def as_aligned(product: Product, inputs: Inputs) -> np.ndarray:
+    """D as tensor_cores.py has it."""
+    kept, below = KEPT[product.a_type]
+    a = values(product.a_type, inputs.a) * product.scales[0] * product.scales[1]
+    c = inputs.c.astype(np.float64) * product.adds
+    total = summed(a, values(product.b_type, inputs.b), c, product.a_type, product.b_type, kept)
+    if product.to == "f32":
+        return stored(total, below)
     with np.errstate(over="ignore"):
-        return total.astype(np.float16) if product.to == "f16" else total, scale
+        # An f16 is rounded from all of the sum.
+        return total.astype(np.float16)

@@ -250,6 +250,14 @@ u64 converted(const Conversion& c, double x, double random) {
   return code;
 }
 
+// As ptxas writes it for sm_90, an H200 agreeing: of NaN the upper bits stay, so that it may become infinity.
+u32 away_to_tf32(u32 bits, bool finite) {
+  const auto is_finite = [](u32 code) { return (code & 0x7fffffff) < 0x7f800000; };
+  if (is_finite(bits)) bits += 0x1000;
+  bits &= 0xffffe000;
+  return finite && !is_finite(bits) ? bits - 0x2000 : bits;
+}
+
 u64 whole_to_double(const Conversion& c, u64 bits) {
   const bool negative = c.from == kS64 && static_cast<i64>(bits) < 0;
   return bits_as<u64>(directed(negative ? 0 - bits : bits, negative, c.rounding));
@@ -272,6 +280,7 @@ void cvt(Warp& w, const Ins& i, u32 mask) {
   VM_OPERANDS;
   const Conversion c(i.flags);
   const bool separate = c.elements > 1 && (c.from == kF32);
+  const bool away = c.to == kTF32 && c.rounding == kNearestAway && !c.relu && !c.flushes;
   const u32 from_width = width_of(c.from), to_width = width_of(c.to);
   const u32 sources = separate ? c.elements : 1;
   each_lane(mask, [&](int l) {
@@ -281,7 +290,8 @@ void cvt(Warp& w, const Ins& i, u32 mask) {
       const u64 bits = separate ? w.row(x[1 + n])[l] : read(w.row(x[1]), l, from_width) >> from_width * place;
       const u64 code = from_width == 4 ? bits & 15 : bits;
       const double random = c.rounding == kStochastic ? random_part(c, w.row(x[1 + sources])[l], n) : 0;
-      const u64 result = c.to == kF64 && (c.from == kU64 || c.from == kS64)
+      const u64 result = away ? away_to_tf32(static_cast<u32>(code), c.finite)
+                         : c.to == kF64 && (c.from == kU64 || c.from == kS64)
                              ? whole_to_double(c, code)
                              : converted(c, value_of(c.from, code), random);
       out |= c.elements == 1 ? result : (result & ((1ull << to_width) - 1)) << to_width * place;

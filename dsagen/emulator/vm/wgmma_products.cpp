@@ -9,9 +9,21 @@ namespace vm {
 namespace {
 
 // How sums are built, by type as kUnpack has them: 0 in fp32, one product after the other; else as tensor cores align
-// them, with so many bits below the leading one of the largest of all products and of what they are added to, the rest
-// cut off. fp8 was measured on an H200; whether the largest is taken before or after a product is normalised was not.
+// them: of every summand so many bits below the largest exponent, the rest cut off, and as many of an fp32 sum below its
+// own leading one. A product's exponent is the sum of its factors', whose significands may make up to 4; that of a
+// subnormal factor is the least one. So it is on an H200 to the bit, for 16-bit types and tf32 with 25 and then 23 bits.
 constexpr int kFractionBits[] = {0, 0, 0, 13, 13};
+// Exponents of fp32 of the smallest normal number of a type.
+constexpr i32 kLeastExponents[] = {127 - 14, 1, 1, 127 - 6, 127 - 14};
+
+inline Order8 magnitude(Row8 x) { return reinterpret_cast<Order8>(x) & 0x7fffffff; }
+
+// The power of two of each value of a type, 0 of 0. Infinity and NaN stay what multiplies to an exponent of all ones.
+inline Row8 powers(Row8 x, u32 type) {
+  const Order8 bits = reinterpret_cast<Order8>(x) & 0x7f800000, least = Order8{} + (kLeastExponents[type] << 23);
+  const Order8 power = bits < least ? least : bits;
+  return reinterpret_cast<Row8>(magnitude(x) == 0 ? Order8{} : power);
+}
 
 inline Row8 canonical(Row8 x) { return x == x ? x : Row8{} + not_a_number(); }
 
@@ -145,15 +157,19 @@ inline void add_wide_in_order(Row8* left, Row8* right, const float (*a)[K], cons
 }
 #endif
 
-// Whole numbers of the unit below the largest summand; false where one is infinite or no number.
+// Factors and their powers of two: a row of A, 8 columns of B.
 template <int K>
-bool add_aligned(Row8& sum, const float* a, const Row8* b, int fraction_bits) {
-  const auto magnitude = [](Row8 x) { return reinterpret_cast<Order8>(x) & 0x7fffffff; };
-  Row8 products[K];
+struct Aligned {
+  const float *a, *a_powers;
+  const Row8 *b, *b_powers;
+};
+
+// Whole numbers of the unit below the largest exponent; false where one is infinite or no number.
+template <int K>
+bool add_aligned(Row8& sum, const Aligned<K>& of, int fraction_bits, bool narrow) {
   Order8 largest = magnitude(sum);
   for (int k = 0; k < K; k++) {
-    products[k] = a[k] * b[k];
-    const Order8 size = magnitude(products[k]);
+    const Order8 size = magnitude(of.a_powers[k] * of.b_powers[k]);
     largest = size > largest ? size : largest;
   }
   Order8 exponent = largest >> 23;
@@ -164,17 +180,39 @@ bool add_aligned(Row8& sum, const float* a, const Row8* b, int fraction_bits) {
   const auto unit = reinterpret_cast<Row8>((exponent - fraction_bits) << 23);
   const auto units_of_one = reinterpret_cast<Row8>((254 + fraction_bits - exponent) << 23);
   Order8 total = __builtin_convertvector(sum * units_of_one, Order8);
-  for (int k = 0; k < K; k++) total += __builtin_convertvector(products[k] * units_of_one, Order8);
-  sum = __builtin_convertvector(total, Row8) * unit;
+  for (int k = 0; k < K; k++) total += __builtin_convertvector(of.a[k] * of.b[k] * units_of_one, Order8);
+  Row8 whole = __builtin_convertvector(total, Row8);
+  // An f16 is rounded from all of the sum.
+  const i32 kept = narrow ? -1 : -(1 << (23 - fraction_bits));
+  whole = reinterpret_cast<Row8>(reinterpret_cast<Order8>(whole) & kept);
+  sum = whole * unit;
   return true;
 }
 
 template <int K>
-void add_block(Row8* sum, const float (*a)[K], const Row8* b, int fraction_bits) {
-  if (fraction_bits == 0) return add_in_order<K>(sum, a, b);
-  for (int n = 0; n < 8; n++)
-    if (!add_aligned<K>(sum[n], a[n], b, fraction_bits))
-      for (int k = 0; k < K; k++) sum[n] = add_product(sum[n], a[n][k], b[k]);
+void add_aligned_blocks(Warp* warps, const WgmmaForm& form, const WgmmaOperands& o, const float (*a)[K]) {
+  float a_powers[kRowsOfA][K];
+  for (u32 n = 0; n < kRowsOfA * K; n += 8) {
+    Row8 values;
+    std::memcpy(&values, a[0] + n, sizeof values);
+    values = powers(values, form.a_type);
+    std::memcpy(a_powers[0] + n, &values, sizeof values);
+  }
+  for (u32 block = 0; block < form.columns / 8; block++) {
+    Row8 b[K], b_powers[K];
+    load_b<K>(form, o.b + block * 8 * kRowBytes, b);
+    for (int k = 0; k < K; k++) b_powers[k] = powers(b[k], form.b_type);
+    for (u32 row = 0; row < kRowsOfA; row += 8) {
+      Block d{};
+      if (o.adds) d.load(warps[row / 16], form, o.d, block, row / 8 % 2);
+      for (u32 n = 0; n < 8; n++) {
+        const Aligned<K> of{a[row + n], a_powers[row + n], b, b_powers};
+        if (!add_aligned<K>(d.sum[n], of, kFractionBits[form.a_type], form.narrow))
+          for (int k = 0; k < K; k++) d.sum[n] = add_product(d.sum[n], of.a[k], b[k]);
+      }
+      d.store(warps[row / 16], form, o.d, block, row / 8 % 2);
+    }
+  }
 }
 
 }  // namespace
@@ -183,9 +221,10 @@ template <int K>
 void multiply(Warp* warps, const WgmmaForm& form, const WgmmaOperands& o) {
   float a[kRowsOfA][K];
   load_a<K>(warps, form, o, a);
+  if (kFractionBits[form.a_type] != 0) return add_aligned_blocks<K>(warps, form, o, a);
   u32 block = 0;
 #ifdef __AVX512DQ__
-  for (; kFractionBits[form.a_type] == 0 && block + 2 <= form.columns / 8; block += 2) {
+  for (; block + 2 <= form.columns / 8; block += 2) {
     Row8 b[2][K];
     __m512 wide[K];
     for (u32 side = 0; side < 2; side++) load_b<K>(form, o.b + (block + side) * 8 * kRowBytes, b[side]);
@@ -205,7 +244,7 @@ void multiply(Warp* warps, const WgmmaForm& form, const WgmmaOperands& o) {
     for (u32 n = 0; n < 2 * kGroupWarps; n++) {
       Block d{};
       if (o.adds) d.load(warps[n / 2], form, o.d, block, n % 2);
-      add_block<K>(d.sum, a + 8 * n, b, kFractionBits[form.a_type]);
+      add_in_order<K>(d.sum, a + 8 * n, b);
       d.store(warps[n / 2], form, o.d, block, n % 2);
     }
   }

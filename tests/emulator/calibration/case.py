@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,8 +46,9 @@ class Case:
     With `tiled` a tensor map of 128 bytes comes first. `cluster` CTAs make one.
 
     `within` is how far results may be apart: 0 to the bit, NaN being equal to any other; else relative to each value,
-    or, where `of_largest` is set, to the largest one. `refused`: the emulator declines the kernel with this text, so
-    that the record only tells what silicon makes of it.
+    or, where `of_largest` is set, to the largest one; and in any case up to `apart`. `refused`: the emulator declines
+    the kernel with this text, so that the record only tells what silicon makes of it. `model` is what silicon makes of
+    it to the bit, where that is known and the emulator is near it only.
     """
 
     name: str
@@ -59,10 +60,12 @@ class Case:
     grid: int = 1
     within: float = 0.0
     of_largest: bool = False
+    apart: float = 0.0
     refused: str = ""
     tiled: Tiled | None = None
     cluster: int = 1
     before: np.ndarray | None = None
+    model: Callable[[], np.ndarray] | None = None
 
     @property
     def key(self) -> str:
@@ -103,7 +106,7 @@ class Case:
             a, b = found.astype(np.float64), recorded.astype(np.float64)
             with np.errstate(invalid="ignore"):
                 size = np.nanmax(np.abs(b[np.isfinite(b)]), initial=0.0) if self.of_largest else np.abs(b)
-                near = np.abs(a - b) <= self.within * size
+                near = np.abs(a - b) <= np.maximum(self.within * size, self.apart)
             same = (found == recorded) & (np.signbit(found) == np.signbit(recorded)) if self.within == 0 else a == b
             wrong = ~(same | near & (self.within != 0) & np.isfinite(a) & np.isfinite(b) | np.isnan(a) & np.isnan(b))
         if not wrong.any():

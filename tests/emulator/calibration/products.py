@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-from warpgroup import ROWS, THREADS, Inputs, Layout, Product, arrays_of, inputs_of
+from warpgroup import ROWS, THREADS, Inputs, Layout, Product, arrays_of, as_aligned, inputs_of, places
 
 from calibration.case import Case
 
@@ -23,7 +23,10 @@ def _case(
     shape = (product.results, THREADS, 2) if product.to == "f16" else (product.results, THREADS)
     within = 0.0 if exact else 2.0**-9 if product.to == "f16" else _NEAR
     text = product.text(offsets)
-    return Case(name, text, (image, registers), shape, kind, within=within, of_largest=not exact, refused=refused)
+    case = Case(name, text, (image, registers), shape, kind, within=within, of_largest=not exact, refused=refused)
+    if refused or product.to == "s32":
+        return case
+    return replace(case, model=lambda: as_aligned(product, inputs)[places(product.results, product.to == "f16")])
 
 
 def layouts() -> list[Case]:
@@ -86,6 +89,13 @@ def sums() -> list[Case]:
     for kind, code, negative, one_and_half in rows:
         form = Product("f32", kind, kind, 32)
         found.append(_case(f"wgmma.sums.{kind}", form, _probe(form, code, negative, one_and_half)))
+    # What 0 times a large factor does to the others, which are 2^-12 and smaller.
+    for kind, large, small in (("e4m3", 0x78, 0x08), ("e5m2", 0x78, 0x24)):
+        form = Product("f32", kind, kind, 16)
+        inputs = inputs_of(form)
+        a, b, c = (np.zeros_like(array) for array in (inputs.a, inputs.b, inputs.c))
+        a[:, 1:], b[:, 1:], b[:, 0] = small, small + np.arange(16)[:, None] % 8, large
+        found.append(_case(f"wgmma.sums.zero.{kind}", form, Inputs(a, b, c)))
     # 25 bits below the largest: beyond what fp32 holds.
     form = Product("f32", "bf16", "bf16", 32)
     far = {n: (127 - (0 if n == 0 else n + 8)) << 7 for n in range(10)}

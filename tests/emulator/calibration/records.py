@@ -6,6 +6,7 @@ import base64
 import json
 import zlib
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ def golden_records() -> dict[str, dict[str, Any]]:
 
 
 def disagreements(record: dict[str, Any]) -> list[str]:
-    """What a record and this project say differently: of each case, and of tensor maps.
+    """What a record and this project say differently: of each case, of its model, and of tensor maps.
 
     A case that is not in the record as it is now has to be recorded anew. One that failed on the device must not run
     here, unless the emulator declines it anyway.
@@ -79,6 +80,10 @@ def disagreements(record: dict[str, Any]) -> list[str]:
             found.append(f"{case.name}: failed on the device ({failed['error']}), and the emulator takes it")
         elif not case.refused:
             found.append(case.difference(case.run_emulated(), unpacked(row)))
+            if case.model is not None and record["device"] != "emulator":
+                found.append(
+                    replace(case, name=f"{case.name}'s model", within=0.0).difference(case.model(), unpacked(row))
+                )
     found += [
         f"tensor map {name}: the driver says {row['driver']}, dsagen.tensor_map {row['ours']}"
         for name, row in record["maps"].items()

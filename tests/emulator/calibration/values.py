@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from calibration.case import Case, elementwise
@@ -38,6 +40,12 @@ def conversions() -> list[Case]:
         for how in ("rn", "rz", "rn.relu")
     ]
     found.append(elementwise("cvt.tf32.f32", "cvt.rna.tf32.f32 {out}, {a};", [floats], "u4"))
+    # Of NaN some become infinity in cutting off.
+    odd = np.resize(np.array([0x7F800001, 0xFF801FFF, 0x7F802000, 0x7FFFFFFF, 0x7F7FFFFF, 0x7F7FF000], np.uint32), 128)
+    found += [
+        elementwise(f"cvt.{how}.tf32.odd", f"cvt.{how}.tf32.f32 {{out}}, {{a}};", [odd], "u4")
+        for how in ("rna", "rna.satfinite", "rn", "rz", "rn.relu")
+    ]
     found += [
         elementwise(f"cvt.{how}.s32.f32", f"cvt.{how}.s32.f32 {{out}}, {{a}};", [floats], "u4")
         for how in ("rni", "rzi")
@@ -60,11 +68,13 @@ def approximations() -> list[Case]:
     rows += [("lg2.approx.ftz.f32", wide), ("rcp.approx.f32", wide), ("rcp.approx.ftz.f32", wide)]
     rows += [("rsqrt.approx.f32", wide), ("sqrt.approx.f32", wide), ("tanh.approx.f32", small)]
     rows += [("sin.approx.f32", angles), ("cos.approx.f32", angles)]
-    # tanh keeps 11 bits; lg2 near 1, sin and cos near 0 are near in absolute terms only.
-    near = {"tanh": 2.0**-10, "lg2": 2.0**-18, "sin": 2.0**-12, "cos": 2.0**-12}
-    return [
-        elementwise(op, f"{op} {{out}}, {{a}};", [array], "f4", near.get(op.split(".")[0], _NEAR)) for op, array in rows
-    ]
+    # tanh keeps 11 bits. lg2 between 1/2 and 2, sin and cos are near in absolute terms only: twice what PTX allows.
+    near, apart = {"tanh": 2.0**-10}, {"lg2": 2.0**-21, "sin": 2.0**-19.5, "cos": 2.0**-19.5}
+    found = []
+    for op, array in rows:
+        case = elementwise(op, f"{op} {{out}}, {{a}};", [array], "f4", near.get(op.split(".")[0], _NEAR))
+        found.append(replace(case, apart=apart.get(op.split(".")[0], 0.0)))
+    return found
 
 
 def open_questions() -> list[Case]:
@@ -73,8 +83,16 @@ def open_questions() -> list[Case]:
     a = random.integers(0, 1 << 32, 256, np.uint32)
     b = np.where(np.arange(256) % 2, a[::-1], 0).astype(np.uint32)
     b[2:4], a[2:4] = 0xFFFFFFFF, 0x80000000
-    return [
-        elementwise(f"{op}.{kind}", f"{op}.{kind} {{out}}, {{a}}, {{b}};", [a, b], "u4")
-        for op in ("div", "rem")
-        for kind in ("u32", "s32")
-    ]
+    found = []
+    for width in (32, 16, 64):
+        values = (
+            [a, b]
+            if width == 32
+            else [(x.astype(np.int32) if width == 64 else x).astype(f"u{width // 8}") for x in (a, b)]
+        )
+        found += [
+            elementwise(f"{op}.{kind}{width}", f"{op}.{kind}{width} {{out}}, {{a}}, {{b}};", values, f"u{width // 8}")
+            for op in ("div", "rem")
+            for kind in ("u", "s")
+        ]
+    return found

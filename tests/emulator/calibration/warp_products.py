@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 from micro import kernel
+from tensor_cores import KEPT, stored, summed
+from warpgroup import values
 
 from calibration.case import Case
 
@@ -29,6 +33,39 @@ def _codes(kind: str, shape: tuple[int, ...], random: np.random.Generator) -> np
     return np.ascontiguousarray(codes.astype(np.uint8)).view(np.uint32)[..., 0]
 
 
+def _matrices(kind: str, registers: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A [CTAs, 16, k], B [CTAs, 8, k] and C [CTAs, 16, 8] of the registers of a CTA's lanes."""
+    width, lane = _PRODUCTS[kind][0] // 8, np.arange(32)
+    group, quad = lane // 4, lane % 4
+    codes = np.ascontiguousarray(registers[:, :6]).view(np.uint16 if width == 2 else np.uint8)
+    numbers = values(kind, codes).reshape(len(registers), 6, 32, width)
+    a, b, c = (np.zeros((len(registers), rows, 8 * width)) for rows in (16, 8, 16))
+    c = c[..., :8]
+    for z, i in np.ndindex(4, width):
+        a[:, group + 8 * (z & 1), width * quad + i + 4 * width * (z >> 1)] = numbers[:, z, :, i]
+    for z, i in np.ndindex(2, width):
+        b[:, group, width * quad + i + 4 * width * z] = numbers[:, 4 + z, :, i]
+    for z in range(4):
+        c[:, group + 8 * (z >> 1), 2 * quad + (z & 1)] = registers[:, 6 + z].view(np.float32)
+    return a, b, c
+
+
+def _model(kind: str, registers: np.ndarray) -> np.ndarray:
+    """Registers of D. ptxas makes two products of f16 of one of fp8, and adds C to them in fp32."""
+    a, b, c = _matrices(kind, registers)
+    kept, below = KEPT["f16"]
+    if kind in ("bf16", "f16"):
+        d = stored(summed(a, b, c, kind, kind, kept), below)
+    else:
+        d = np.zeros_like(c)
+        for half in range(2):
+            dims = [n for n in range(a.shape[-1]) if n % 4 // 2 == half]
+            d = stored(summed(a[..., dims], b[..., dims], d, "f16", "f16", kept), below)
+        d = c.astype(np.float32) + d
+    lane = np.arange(32)
+    return np.stack([d[:, lane // 4 + 8 * (z >> 1), 2 * (lane % 4) + (z & 1)] for z in range(4)], 1)
+
+
 def sums() -> list[Case]:
     """Products of random numbers in many CTAs, half of them added to larger ones."""
     found = []
@@ -46,7 +83,13 @@ def sums() -> list[Case]:
         body += f"mma.sync.aligned.m16n8k{dims}.row.col.f32.{kind}.{kind}.f32 {d}, {{%r10, %r11, %r12, %r13}}, "
         body += f"{{%r14, %r15}}, {d};\n"
         body += "".join(f"st.global.b32 [%d1+{128 * n}], %r{16 + n};\n" for n in range(4))
-        how = {"threads": 32, "grid": _CTAS, "within": within, "of_largest": True}
+        how = {
+            "threads": 32,
+            "grid": _CTAS,
+            "within": within,
+            "of_largest": True,
+            "model": partial(_model, kind, registers),
+        }
         found.append(Case(f"mma.sums.{kind}", kernel(body, 2), (registers,), (_CTAS, 4, 32), "f4", **how))  # type: ignore[arg-type]
     return found
 
