@@ -441,6 +441,8 @@ for _name, _schema in SCHEMAS.items():
     _LIBRARY.define(_name + _schema, tags=_TAGS)
     # One function for all devices: the kernels tell tensors of a device that they do not serve by themselves.
     _LIBRARY.impl(_name, _real, "CompositeExplicitAutograd")
+    # What requires a gradient is refused by the kernels; torch's own fallback would look for it at each call as well.
+    _LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")
     torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=_LIBRARY)
 
 # For calls that are like one before them; `Kernels` tells them what it has.

@@ -7,6 +7,7 @@ captured; `PlainAttention` is the same in torch, over rows that lie as they come
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -133,6 +134,7 @@ class PlainAttention:
         self.rows: list[list[Tensor]] = [[] for _ in range(LAYERS)]
         self.keys: list[list[Tensor]] = [[] for _ in range(LAYERS)]
         self.selected = torch.empty(0, dtype=torch.int64)
+        self.narrowest = math.inf
 
     def __call__(self, layer: int, rows: Tensor, q: Tensor, indexer: Indexer | None) -> Tensor:
         """One layer's, as `Attend`, for a batch of one."""
@@ -152,15 +154,23 @@ class PlainAttention:
         codes, scale = quantised(index_q[0])
         products = (codes.float() @ torch.stack(self.keys[layer]).T).relu()
         scores = (weight[0] * scale) @ products
-        return scores.argsort(descending=True, stable=True)[:K]
+        order = scores.argsort(descending=True, stable=True)
+        if len(order) > K:
+            apart = (scores[order[K - 1]] - scores[order[K]]) / scores.abs().max()
+            self.narrowest = min(self.narrowest, float(apart))
+        return order[:K]
 
 
 @dataclass(frozen=True)
 class Generation:
-    """Tokens of each request behind its prompt, and logits of each token."""
+    """Tokens of each request behind its prompt, and logits of each token.
+
+    `narrowest` is the least distance of a score that was selected to the next one, as a part of the largest of its row.
+    """
 
     tokens: list[list[int]]
     logits: list[Tensor]
+    narrowest: float = math.inf
 
     @property
     def closest(self) -> float:
@@ -171,7 +181,7 @@ class Generation:
 
 def generate_plain(weights: Weights, prompts: Sequence[Sequence[int]], new: int, sm_scale: float) -> Generation:
     """Each request by itself, in torch."""
-    device, tokens, logits = weights.embedding.device, [], []
+    device, tokens, logits, narrowest = weights.embedding.device, [], [], math.inf
     for prompt in prompts:
         attend, text, own = PlainAttention(sm_scale), list(prompt), []
         for position in range(len(prompt) + new - 1):
@@ -181,7 +191,8 @@ def generate_plain(weights: Weights, prompts: Sequence[Sequence[int]], new: int,
                 own.append(found)
         tokens.append(text[len(prompt) :])
         logits.append(torch.stack(own))
-    return Generation(tokens, logits)
+        narrowest = min(narrowest, attend.narrowest)
+    return Generation(tokens, logits, narrowest)
 
 
 class PagedGeneration:

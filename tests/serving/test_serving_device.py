@@ -16,6 +16,7 @@ from dsagen.cli.table import aligned
 from dsagen.errors import FrozenError, GuardError
 from dsagen.runtime.api import Kernels
 from dsagen.runtime.driver import CudaDriver
+from dsagen.runtime.sparse_decode import DecodeTensors
 from dsagen.spec import DeploymentSpec, load_spec
 
 pytestmark = pytest.mark.gpu
@@ -80,7 +81,7 @@ def test_torch_exchanges_tensors_here(kernels: Kernels) -> None:
     q, cache, ids = decode_inputs()
     plan = kernels.plan_sparse_decode(BATCH, 1, TOPK)
     out, lse = kernels.sparse_decode(q, cache, ids, plan=plan)
-    assert plan.repeat(q, cache, ids, None, None, out, lse, *[None] * 5, None) is True
+    assert plan.repeat(*DecodeTensors(q, cache, ids, out=out, lse=lse), None) is True
 
 
 def test_a_graph_replays_with_changed_contents(kernels: Kernels) -> None:
