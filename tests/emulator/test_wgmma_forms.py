@@ -9,7 +9,7 @@ from itertools import product as combinations
 import numpy as np
 import pytest
 from micro import kernel, launch
-from warpgroup import THREADS, Layout, Product, expected, in_memory, inputs_of, run
+from warpgroup import ROW_BYTES, ROWS, THREADS, Layout, Product, arrays_of, expected, in_memory, inputs_of, run
 
 from dsagen.emulator import Memory, coverage
 from dsagen.errors import EmulatorError
@@ -151,14 +151,36 @@ IN_REGISTERS = Product(columns=8, a=None)
     (MMA, f"setp.gt.u32 %p2, %r0, 63; {MMA}", r"threads of warp \d disagree on whether to add"),
     (f"{FENCE};", f"{FENCE}; setp.lt.u32 %p3, %r0, 32; @%p3 bra A; {COMMIT}; A:",
      r"warp \d has committed \d groups, warp \d \d"),
-    (MMA, f"or.b64 %d7, %d7, {1 << 49}; {MMA}", r"descriptor \w+ of B has the base offset 1; what it does"),
-    (MMA, f"add.u64 %d4, %d4, 8; {MMA}",
-     r"descriptor \w+ of A starts at shared byte 128, past the first 128 bytes of a pattern of 1024"),
     (MMA, f"or.b64 %d4, %d4, {1 << 14}; {MMA}", r"descriptor \w+ of A has bits set that are reserved"),
     (MMA, f"add.u64 %d7, %d7, 128; {MMA}", r"wgmma.mma_async: read of 16 bytes at shared byte \d+: the CTA has \d+"),
 ])  # fmt: skip
 def test_what_must_not_be(old: str, new: str, message: str) -> None:
     assert re.search(message, said(PLAIN, old, new))
+
+
+@pytest.mark.parametrize(("by", "message"), [
+    (1 << 49, r"descriptor \w+ of A has the base offset 1, which is calibrated for swizzles of 128 bytes only"),
+    (8, r"descriptor \w+ of A starts at shared byte 128, past the first 128 bytes of a pattern of 512, which is calib"),
+])  # fmt: skip
+def test_starts_within_narrower_patterns_are_not_known(by: int, message: str) -> None:
+    form = Product(columns=8, a=Layout(64))
+    with pytest.raises(EmulatorError, match=message):
+        run(form, inputs_of(form), form.text((by, 0)))
+
+
+@pytest.mark.parametrize("row", [1, 4, 7])
+@pytest.mark.parametrize("based", [False, True])
+def test_rows_behind_the_first_of_a_pattern(row: int, based: bool) -> None:
+    """A base offset is taken off the bits of the address that exchange chunks."""
+    form, base = Product(columns=16, a=Layout(spread=2)), row if based else 0
+    inputs = inputs_of(form)
+    r, byte = np.meshgrid(np.arange(ROWS), np.arange(0, ROW_BYTES, 2), indexing="ij")
+    at = 128 * row + r // 8 * form.a.strides(ROWS)[1] + r % 8 * 128 + byte
+    at ^= (at // 128 - base) % 8 * 16
+    image = arrays_of(form, inputs)[0]
+    codes = image[at[..., None] + np.arange(2)].view(np.uint16)[..., 0]
+    want = run(form, replace(inputs, a=codes))
+    assert np.array_equal(run(form, inputs, form.text((row * 128 >> 4 | base << 49, 0))), want)
 
 
 @pytest.mark.parametrize(("old", "new", "message"), [
