@@ -118,18 +118,17 @@ class TensorMap:
         return count
 
     def encode_for_emulator(self) -> bytes:
-        """128 bytes for a kernel on the emulator. EmulatorError for what no device has been asked about yet."""
-        if self.fill != "zeros":
-            raise EmulatorError(f"tensor map: fill {self.fill!r}: the emulator fills with zeros only")
+        """128 bytes for a kernel on the emulator. EmulatorError for what it does not have."""
         if self.swizzle_bytes and self.row_bytes != self.swizzle_bytes:
             raise EmulatorError(
-                f"tensor map: a row of the box takes {self.row_bytes} of {self.swizzle_bytes} swizzled bytes: where "
-                "the next one lies then is not known; make the box as wide as what is swizzled"
+                f"tensor map: a row of the box takes {self.row_bytes} of {self.swizzle_bytes} swizzled bytes: a device "
+                "leaves gaps between such rows, which the emulator does not have; make the box as wide as what is "
+                "swizzled"
             )
         kind = (tuple(ELEMENT_BYTES).index(self.element), self.swizzle_bytes, ELEMENT_BYTES[self.element])
         arrays = [*_padded([size - 1 for size in self.sizes], MOST_RANK), *_padded(self.strides, MOST_RANK - 1)]
         arrays += [*_padded(self.box, MOST_RANK), *_padded(self.steps, MOST_RANK)]
-        fields = _EMULATED.pack(_MAGIC, self.rank, *kind, 0, self.address, *arrays)
+        fields = _EMULATED.pack(_MAGIC, self.rank, *kind, self.fill == "nan", self.address, *arrays)
         return fields.ljust(MAP_BYTES, b"\0")
 
     def encode(self, cuda: Any) -> bytes:

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "counters.h"
+#include "numerics.h"
 #include "tensor_map.h"
 
 namespace vm {
@@ -45,14 +46,32 @@ void take_source(Cta& cta, BulkWork& work) {
   work.has_read = true;
 }
 
+// What lies outside of a tensor, of elements of any size, as an H200 has it.
+constexpr u16 kFillNan = 0x7ff7;
+
+void fill(u8* at, u32 bytes, bool nan) {
+  if (!nan)
+    std::memset(at, 0, bytes);
+  else
+    for (u32 n = 0; n < bytes; n += sizeof kFillNan) std::memcpy(at + n, &kFillNan, sizeof kFillNan);
+}
+
+void round_to_tf32(u8* at, u32 bytes) {
+  for (u32 n = 0; n < bytes; n += 4) {
+    float x;
+    std::memcpy(&x, at + n, 4);
+    const u32 bits = encode(kFormats[kTF32], x, kNearestEven, false, false) << 13;
+    std::memcpy(at + n, &bits, 4);
+  }
+}
+
 void load(Cta& cta, const BulkWork& work) {
   Cta& target = *work.target;
   each_of(work, work.destination, [&](u32 shared, u64 memory, u32 bytes) {
     u8* at = target.shared.data() + (shared - target.shared_base);
-    if (memory == 0)
-      std::memset(at, 0, bytes);
-    else
-      std::memcpy(at, global_source(cta, memory, bytes, work.waited), bytes);
+    if (memory == 0) return fill(at, bytes, work.box->fills_with_nan);
+    std::memcpy(at, global_source(cta, memory, bytes, work.waited), bytes);
+    if (work.box && work.box->rounds) round_to_tf32(at, bytes);
   });
 }
 
@@ -324,7 +343,9 @@ void copy_tensor_store(Warp& w, const Ins& i, u32 mask) {
     work.bytes = work.box->bytes();
     require_tensor_alignment(work.source);
     for (u32 n = 0; n < work.box->rank; n++)
-      if (work.box->steps[n] != 1) fail("cp.async.bulk.tensor: a store by a tensor map with element strides");
+      if (work.box->at[n] < 0)
+        fail("cp.async.bulk.tensor: a store at coordinate %d of dimension %u, which a device answers with an illegal "
+             "instruction: only loads may begin ahead of the tensor", work.box->at[n], n);
     work.reduces = (i.flags & kReduces) != 0;
     if (work.reduces) work.reduction = reduction_flags(*work.box, i.flags >> kReductionShift & 15);
     issue_store(w, l, std::move(work));

@@ -20,6 +20,7 @@ constexpr u32 kInitialised = 1;
 struct Box {
   u32 rank, element_bytes, swizzle;  // bytes of a row that is swizzled, 0: none
   u32 type;                          // of an element, its number in kTypes of tensor_map.cpp
+  bool fills_with_nan, rounds;       // what lies outside is loaded so; elements are loaded as tf32
   u64 address, sizes[5], strides[5];
   u32 counts[5], steps[5];
   i32 at[5];

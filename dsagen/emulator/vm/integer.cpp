@@ -17,7 +17,7 @@ T safe_div(T a, T b) {
 
 template <class T>
 T safe_rem(T a, T b) {
-  // As an H200 has it (PTX leaves it open), and as ptxas writes it for 16 and 64 bits.
+  // PTX leaves it open: as an H200 has it.
   if (b == 0) return T(-1);
   if constexpr (T(-1) < T(0))
     if (b == T(-1)) return 0;

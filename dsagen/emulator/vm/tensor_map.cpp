@@ -9,7 +9,7 @@ namespace {
 struct Map {
   char magic[8];
   u8 rank, type, swizzle_bytes, element_bytes;
-  u32 unused;
+  u32 fills_with_nan;
   u64 address;
   u32 last[5];  // sizes less 1
   u64 strides[4];
@@ -26,9 +26,11 @@ const char kMagic[] = "dsagenTM";
 // By the number of a type in the map: of the atomic operation on it (vm/atomics.cpp); kNone where there is none.
 constexpr u32 kNone = 15;
 enum Type : u32 { kUnsigned, kSigned, kFloat, kDouble, kHalf, kBrain };
-// uint8, uint16, uint32, int32, uint64, int64, float16, float32, float64, bfloat16, float32 and tfloat32 flushed
+// uint8, uint16, uint32, int32, uint64, int64, float16, float32, float64, bfloat16; float32 flushed, of which no device has
+// been asked; tfloat32 and the same flushed
 constexpr u32 kTypes[] = {kNone, kNone, kUnsigned, kSigned, kUnsigned, kSigned, kHalf, kFloat,
-                          kDouble, kBrain, kFloat, kNone, kNone};
+                          kDouble, kBrain, kNone, kNone, kNone};
+constexpr u32 kFirstTf32 = 11;
 
 const u8* map_bytes(Warp& w, int lane, u64 address) {
   if (address % 64 != 0) fail("tensor map at %#llx: no multiple of 64", static_cast<unsigned long long>(address));
@@ -60,6 +62,8 @@ Box read_box(Warp& w, int lane, u64 address, const i32* at, u32 rank) {
   box.element_bytes = map.element_bytes;
   box.swizzle = map.swizzle_bytes;
   box.type = map.type;
+  box.fills_with_nan = map.fills_with_nan != 0;
+  box.rounds = map.type >= kFirstTf32;
   box.address = map.address;
   for (u32 n = 0; n < rank; n++) {
     box.sizes[n] = static_cast<u64>(map.last[n]) + 1;

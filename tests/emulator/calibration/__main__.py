@@ -10,7 +10,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from calibration.children import Outcome, record, serve
-from calibration.records import cases, disagreements, packed, write
+from calibration.records import cases, disagreements, not_recorded, packed, write
 from dsagen.build import find_toolchain
 from dsagen.errors import EmulatorError
 
@@ -51,9 +51,11 @@ def main(device: str, out: str, seconds: float = float("inf")) -> int:
 
 
 def compare(path: str) -> int:
-    """Print what a record and the emulator say differently."""
-    found = disagreements(json.loads(Path(path).read_text()))
-    print("\n".join([*found, f"{len(found)} disagreements of {len(cases())} cases"]))
+    """Print what a record and the emulator say differently, and which cases it does not have."""
+    record = json.loads(Path(path).read_text())
+    found, missing = disagreements(record), not_recorded(record)
+    print("\n".join([*found, *(f"{name}: not recorded as it is now" for name in missing)]))
+    print(f"{len(found)} disagreements of {len(cases()) - len(missing)} cases, {len(missing)} are not in the record")
     return 1 if found else 0
 
 

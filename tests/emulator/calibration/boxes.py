@@ -22,6 +22,8 @@ TRIES = 1 << 20
 # and of any copy, with an illegal instruction, which ends all that a process can do there.
 _UNIT = 16
 _UNALIGNED = "no multiple of 16"
+# So it does stores and reductions of boxes that begin ahead of their tensor.
+_AHEAD = "only loads may begin ahead of the tensor"
 # What a text begins with: %d0 the map, %d1 the output, %r1 the tile, %r10 the mbarrier, %p1 thread 0 of 32.
 _SETUP = """
 mov.b64 %d0, p0; cvta.param.u64 %d0, %d0; ld.param.u64 %d1, [p{out}]; mov.u32 %r1, tile; mov.u32 %r10, bar;
@@ -85,7 +87,9 @@ def store(
     values: np.ndarray | None = None, refused: str = "",
 ) -> Case:  # fmt: skip
     """The tensor after boxes of values were stored into it, or joined with it."""
-    count = tiled.of(before, 1 << 20).box_bytes
+    tensor_map = tiled.of(before, 1 << 20)
+    count = tensor_map.box_bytes
+    count = count // tensor_map.row_bytes * max(tensor_map.row_bytes, tiled.swizzle_bytes)
     if values is None:
         values = np.random.default_rng(41).integers(0, 1 << 32, -(-count // 4), np.uint32)
     kind, how = ("cp.reduce", f".{operation}") if operation else ("cp", "")
@@ -134,7 +138,8 @@ def ranks() -> list[Case]:
         found.append(load(f"tensor.load.{rank}d", _numbers(shape), tiled, _places(shape)))
         ones, before, rest = ((n,) * (rank - 1) for n in (1, -1, 0))
         for n, at in enumerate(((8, *ones), (-8, *before), (shape[-1] - 8, *rest), (904,) * rank)):
-            found.append(store(f"tensor.store.{rank}d.{n}", _numbers(shape), Tiled(1, "uint16", _BOXES[rank]), [at]))
+            name, out, refused = f"tensor.store.{rank}d.{n}", Tiled(1, "uint16", _BOXES[rank]), _AHEAD if n == 1 else ""
+            found.append(store(name, _numbers(shape), out, [at], refused=refused))
     return found
 
 
@@ -151,7 +156,7 @@ def swizzles() -> list[Case]:
             if swizzle and row > swizzle:
                 continue
             tiled = Tiled(0, "bfloat16", (row // 2, 24), swizzle_bytes=swizzle)
-            refused = "where the next one lies" if swizzle and row != swizzle else ""
+            refused = "leaves gaps between such rows" if swizzle and row != swizzle else ""
             array = _numbers((40, 80))
             found.append(load(f"tensor.load.swizzle{swizzle}.row{row}", array, tiled, places(array), refused))
     for swizzle in (32, 64, 128):
@@ -160,7 +165,10 @@ def swizzles() -> list[Case]:
             tiled = Tiled(0, element, (swizzle // array.itemsize, 20), swizzle_bytes=swizzle)
             found.append(load(f"tensor.load.swizzle{swizzle}.{element}", array, tiled, places(array)))
         out = Tiled(1, "bfloat16", (swizzle // 2, 16), swizzle_bytes=swizzle)
-        found.append(store(f"tensor.store.swizzle{swizzle}", _numbers((40, 80)), out, [(72, -2)]))
+        found.append(store(f"tensor.store.swizzle{swizzle}", _numbers((40, 80)), out, [(72, 30)]))
+    out, refused = Tiled(1, "bfloat16", (16, 16), swizzle_bytes=128), "leaves gaps between such rows"
+    values = np.random.default_rng(42).integers(0, 1 << 32, 16 * 128 // 4, np.uint32)
+    found.append(store("tensor.store.swizzle128.row32", _numbers((40, 80)), out, [(8, 3)], "", values, refused))
     return found
 
 
@@ -178,17 +186,20 @@ def elements() -> list[Case]:
         by = _units(array)
         tiled = Tiled(0, element, (max(16, 2 * by), 6))
         found.append(load(f"tensor.load.{element}", array, tiled, [(0, 0), (-by, -1), (64 - by, 9)]))
-    for element, dtype in (("bfloat16", "u2"), ("float16", "u2"), ("float32", "u4")):
+    for element in ("tfloat32", "float32_ftz"):
+        out, values = Tiled(1, element, (16, 6)), floats[:6, :16].copy()
+        found.append(store(f"tensor.store.{element}", np.zeros_like(floats), out, [(4, 2)], values=values))
+    for element, dtype in (("bfloat16", "u2"), ("float16", "u2"), ("float32", "u4"), ("float64", "u8")):
         array = _numbers((12, 64), dtype)
         nan = Tiled(0, element, (16, 6), fill="nan")
         by = _units(array)
         places = [(0, 0), (-by, -1), (64 - by, 9)]
-        found.append(load(f"tensor.load.{element}.nan", array, nan, places, "fills with zeros"))
+        found.append(load(f"tensor.load.{element}.nan", array, nan, places))
     stepped = Tiled(0, "uint16", (16, 7, 4), (4, 3, 2))
     steps = [(0, 2, -1), (0, 0, 0), (8, 18, 4), (0, -3, 1)]
     found.append(load("tensor.load.steps", _numbers((5, 20, 24)), stepped, steps))
     step = Tiled(1, "uint16", (16, 6), (1, 2))
-    found.append(store("tensor.store.steps", _numbers((16, 24)), step, [(8, 3)], refused="element strides"))
+    found.append(store("tensor.store.steps", _numbers((16, 24)), step, [(8, 3)]))
     return found
 
 
@@ -196,6 +207,7 @@ _REDUCED = (
     ("add", "uint32"), ("add", "int32"), ("add", "uint64"), ("add", "float32"), ("add", "float16"), ("add", "bfloat16"),
     ("min", "int32"), ("max", "uint32"), ("min", "int64"), ("max", "uint64"), ("min", "float16"), ("max", "bfloat16"),
     ("inc", "uint32"), ("dec", "uint32"), ("and", "uint32"), ("or", "uint64"), ("xor", "uint32"),
+    ("add", "float32_ftz"),
 )  # fmt: skip
 
 
@@ -216,12 +228,13 @@ def reductions() -> list[Case]:
     """Reductions of a box across the end of a tensor."""
     found = []
     for operation, element in _REDUCED:
-        before = moderate(element, 20 * 32, 43).reshape(20, 32)
+        kind, refused = element.removesuffix("_ftz"), "elements that have none" if "_ftz" in element else ""
+        before = moderate(kind, 20 * 32, 43).reshape(20, 32)
         # What the first values are joined with is as small.
         before[18, 24:28] = before[0, :4]
-        values = moderate(element, 64, 44)
+        values = moderate(kind, 64, 44)
         name = f"tensor.reduce.{operation}.{element}"
-        found.append(store(name, before, Tiled(1, element, (16, 4)), [(24, 18)], operation, values))
+        found.append(store(name, before, Tiled(1, element, (16, 4)), [(24, 18)], operation, values, refused))
     return found
 
 
@@ -234,10 +247,10 @@ def parts() -> list[Case]:
         tiled = Tiled(0, element, (4 * by, 4), width=width)
         found.append(load(f"tensor.load.part.{element}", array, tiled, [(0, 0), (2 * by, 1), (4 * by, 7), (5 * by, 0)]))
         out = replace(tiled, array=1)
-        found.append(store(f"tensor.store.part.{element}", array, out, [(2 * by, -1)]))
+        found.append(store(f"tensor.store.part.{element}", array, out, [(2 * by, 7)]))
         values = moderate("uint8", 64 * 4, 45).view(dtype)
         if element != "uint8":
-            found.append(store(f"tensor.reduce.part.{element}", array, out, [(2 * by, -1)], "add", values))
+            found.append(store(f"tensor.reduce.part.{element}", array, out, [(2 * by, 7)], "add", values))
     return found
 
 
