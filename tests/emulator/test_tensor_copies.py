@@ -219,6 +219,25 @@ def test_a_store_of_every_second_row() -> None:
     assert array.tobytes() == before.tobytes()
 
 
+@pytest.mark.parametrize(
+    ("element", "dtype", "width"), [("uint8", "u1", 70), ("bfloat16", "u2", 37), ("float32", "u4", 17)]
+)
+def test_a_store_fills_the_last_16_bytes_of_a_row(element: str, dtype: str, width: int) -> None:
+    """Elements behind the tensor's last one are overwritten, and those behind these stay. Loads do not see them."""
+    memory, whole = Memory(), np.full((8, 112 // np.dtype(dtype).itemsize), 7, dtype)
+    by, end = 16 // whole.itemsize, 80 // whole.itemsize
+    tensor_map = TensorMap(element, memory.add("tensor", whole), (width, 8), (112,), (4 * by, 4))
+    raw = np.frombuffer(tensor_map.encode_for_emulator(), np.uint8).copy()
+    source = RANDOM.integers(8, 99, 4 * 64, dtype=np.uint8)
+    addresses = [memory.add("map", raw), memory.add("source", source)]
+    body = FILL.format(bytes=256) + "@%p1 cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group"
+    body += f" [%d0, {{{2 * by}, 0}}], [%r1]; @%p1 cp.async.bulk.commit_group; @%p1 cp.async.bulk.wait_group 0;"
+    launch(kernel(SETUP + body, 2, SHARED), addresses, memory)
+    want = np.full_like(whole, 7)
+    want[:4, 2 * by : end] = source.view(dtype).reshape(4, -1)[:, : end - 2 * by]
+    assert whole.tobytes() == want.tobytes()
+
+
 @pytest.mark.parametrize("what", ["cp", "add"])
 @pytest.mark.parametrize(("at", "said"), [((-8, 0), "-8 of dimension 0"), ((0, -1), "-1 of dimension 1")])
 def test_stores_do_not_begin_ahead_of_their_tensor(what: str, at: tuple[int, int], said: str) -> None:

@@ -307,10 +307,10 @@ void copy_bulk_exchange(Warp& w, const Ins& i, u32 mask) {
   });
 }
 
-std::shared_ptr<const Box> box_of(Warp& w, int l, const u16* map, const u16* coordinates, u32 rank) {
+std::shared_ptr<const Box> box_of(Warp& w, int l, const u16* map, const u16* coordinates, u32 rank, bool stores = false) {
   i32 at[5] = {};
   for (u32 n = 0; n < rank; n++) at[n] = static_cast<i32>(w.row(coordinates[n])[l]);
-  return std::make_shared<const Box>(read_box(w, l, wide_address(w, map, l), at, rank));
+  return std::make_shared<const Box>(read_box(w, l, wide_address(w, map, l), at, rank, stores));
 }
 
 void require_tensor_alignment(u32 address) {
@@ -339,7 +339,7 @@ void copy_tensor_store(Warp& w, const Ins& i, u32 mask) {
   each_lane(mask, [&](int l) {
     BulkWork work = begin(w, l, BulkWork::kStore);
     work.source = narrow_address(w, x + 3, l);
-    work.box = box_of(w, l, x, x + 6, static_cast<u32>(i.imm));
+    work.box = box_of(w, l, x, x + 6, static_cast<u32>(i.imm), true);
     work.bytes = work.box->bytes();
     require_tensor_alignment(work.source);
     for (u32 n = 0; n < work.box->rank; n++)

@@ -21,6 +21,7 @@ struct Box {
   u32 rank, element_bytes, swizzle;  // bytes of a row that is swizzled, 0: none
   u32 type;                          // of an element, its number in kTypes of tensor_map.cpp
   bool fills_with_nan, rounds;       // what lies outside is loaded so; elements are loaded as tf32
+  bool in_units;                     // a row of the tensor ends behind its last 16 bytes: of stores
   u64 address, sizes[5], strides[5];
   u32 counts[5], steps[5];
   i32 at[5];

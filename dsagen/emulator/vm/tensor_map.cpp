@@ -46,7 +46,7 @@ const u8* map_bytes(Warp& w, int lane, u64 address) {
 
 }  // namespace
 
-Box read_box(Warp& w, int lane, u64 address, const i32* at, u32 rank) {
+Box read_box(Warp& w, int lane, u64 address, const i32* at, u32 rank, bool stores) {
   w.cta->fault_lane = static_cast<u32>(lane);
   Map map;
   std::memcpy(&map, map_bytes(w, lane, address), sizeof map);
@@ -63,6 +63,8 @@ Box read_box(Warp& w, int lane, u64 address, const i32* at, u32 rank) {
   box.swizzle = map.swizzle_bytes;
   box.type = map.type;
   box.fills_with_nan = map.fills_with_nan != 0;
+  // As an H200 stores: elements that are none of the tensor's, up to the end of the 16 bytes that its last one is of.
+  box.in_units = stores;
   box.rounds = map.type >= kFirstTf32;
   box.address = map.address;
   for (u32 n = 0; n < rank; n++) {

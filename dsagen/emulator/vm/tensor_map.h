@@ -6,8 +6,9 @@
 
 namespace vm {
 
-// The box at these coordinates (signed, fastest dimension first) of the tensor map at a generic address.
-Box read_box(Warp& w, int lane, u64 address, const i32* at, u32 rank);
+// The box at these coordinates (signed, fastest dimension first) of the tensor map at a generic address, to be loaded or
+// stored.
+Box read_box(Warp& w, int lane, u64 address, const i32* at, u32 rank, bool stores);
 // The element's size in a reduction and what it is there, as flags of vm/atomics.cpp.
 u32 reduction_flags(const Box& box, u32 operation);
 
@@ -25,7 +26,8 @@ void each_piece(const Box& box, u32 shared, F f) {
   const u32 row_bytes = box.counts[0] * box.element_bytes;
   const u32 longest = box.swizzle == 0 ? row_bytes : 16;
   // Bytes of a row that lie in the tensor.
-  const i64 first = box.at[0], size = static_cast<i64>(box.sizes[0]);
+  const i64 first = box.at[0], per_unit = box.in_units ? 16 / box.element_bytes : 1;
+  const i64 size = (static_cast<i64>(box.sizes[0]) + per_unit - 1) / per_unit * per_unit;
   const u32 low = static_cast<u32>(std::clamp<i64>(-first, 0, box.counts[0])) * box.element_bytes;
   const u32 high = static_cast<u32>(std::clamp<i64>(size - first, 0, box.counts[0])) * box.element_bytes;
   for (;;) {
