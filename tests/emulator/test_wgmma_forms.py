@@ -158,29 +158,26 @@ def test_what_must_not_be(old: str, new: str, message: str) -> None:
     assert re.search(message, said(PLAIN, old, new))
 
 
-@pytest.mark.parametrize(("by", "message"), [
-    (1 << 49, r"descriptor \w+ of A has the base offset 1, which is calibrated for swizzles of 128 bytes only"),
-    (8, r"descriptor \w+ of A starts at shared byte 128, past the first 128 bytes of a pattern of 512, which is calib"),
-])  # fmt: skip
-def test_starts_within_narrower_patterns_are_not_known(by: int, message: str) -> None:
-    form = Product(columns=8, a=Layout(64))
-    with pytest.raises(EmulatorError, match=message):
-        run(form, inputs_of(form), form.text((by, 0)))
+def test_a_base_offset_goes_with_a_swizzle() -> None:
+    form = Product(columns=8, a=Layout(16))
+    with pytest.raises(EmulatorError, match=r"descriptor \w+ of A has the base offset 1, and no swizzle that it would"):
+        run(form, inputs_of(form), form.text((1 << 49, 0)))
 
 
-@pytest.mark.parametrize("row", [1, 4, 7])
+@pytest.mark.parametrize(("pattern", "start"), [(128, 1), (128, 4), (128, 7), (64, 1), (64, 3), (32, 1)])
 @pytest.mark.parametrize("based", [False, True])
-def test_rows_behind_the_first_of_a_pattern(row: int, based: bool) -> None:
+def test_starts_behind_the_first_128_bytes_of_a_pattern(pattern: int, start: int, based: bool) -> None:
     """A base offset is taken off the bits of the address that exchange chunks."""
-    form, base = Product(columns=16, a=Layout(spread=2)), row if based else 0
+    form, base = Product(columns=16, a=Layout(pattern, spread=2)), start if based else 0
+    assert form.a is not None
     inputs = inputs_of(form)
     r, byte = np.meshgrid(np.arange(ROWS), np.arange(0, ROW_BYTES, 2), indexing="ij")
-    at = 128 * row + r // 8 * form.a.strides(ROWS)[1] + r % 8 * 128 + byte
-    at ^= (at // 128 - base) % 8 * 16
+    at = 128 * start + r // 8 * form.a.strides(ROWS)[1] + r % 8 * pattern + byte
+    at ^= (at // 128 - base) % (pattern // 16) * 16
     image = arrays_of(form, inputs)[0]
     codes = image[at[..., None] + np.arange(2)].view(np.uint16)[..., 0]
     want = run(form, replace(inputs, a=codes))
-    assert np.array_equal(run(form, inputs, form.text((row * 128 >> 4 | base << 49, 0))), want)
+    assert np.array_equal(run(form, inputs, form.text((start * 128 >> 4 | base << 49, 0))), want)
 
 
 @pytest.mark.parametrize(("old", "new", "message"), [

@@ -8,7 +8,7 @@
 //   MN-major           r / W L + r % W 2 + k % 8 p + k / 8 S                  (W = p / 2 elements of 16 bits)
 //   MN-major, none     r / 8 S + r % 8 2 + k % 8 16 + k / 8 L
 // The swizzle then exchanges chunks of 16 bytes by bits of the address itself, not of the offset: bits 4 and up by those
-// from 7 on, less the base offset. So an H200 does it where the pattern is of 128 bytes, wherever the operand starts.
+// from 7 on, less the base offset. So an H200 does it wherever the operand starts.
 #include "wgmma.h"
 
 namespace vm {
@@ -18,7 +18,7 @@ struct Descriptor {
   u32 start, leading, stride, mode, base;
 };
 // By mode: none, 128, 64, 32 bytes.
-constexpr u32 kPatternBytes[] = {16, 128, 64, 32}, kSwizzleMask[] = {0, 7, 3, 1}, kWide = 1;
+constexpr u32 kPatternBytes[] = {16, 128, 64, 32}, kSwizzleMask[] = {0, 7, 3, 1}, kNone = 0;
 constexpr u64 kReservedBits = 0x3ffull << 52 | 7ull << 46 | 3ull << 30 | 3ull << 14;
 
 Descriptor decode(u64 bits, const char* what) {
@@ -28,14 +28,8 @@ Descriptor decode(u64 bits, const char* what) {
   const Descriptor out{static_cast<u32>(bits & 0x3fff) << 4, static_cast<u32>(bits >> 16 & 0x3fff) << 4,
                        static_cast<u32>(bits >> 32 & 0x3fff) << 4, static_cast<u32>(bits >> 62),
                        static_cast<u32>(bits >> 49 & 7)};
-  if (out.mode == kWide) return out;
-  if (out.base != 0)
-    fail("wgmma: descriptor %#llx of %s has the base offset %u, which is calibrated for swizzles of 128 bytes only: align "
-         "the operand to the swizzle's pattern", shown, what, out.base);
-  if (out.start >> 7 & kSwizzleMask[out.mode])
-    fail("wgmma: descriptor %#llx of %s starts at shared byte %lld, past the first 128 bytes of a pattern of %u, which is "
-         "calibrated for swizzles of 128 bytes only", shown, what, static_cast<long long>(out.start) - kSharedReserve,
-         8 * kPatternBytes[out.mode]);
+  if (out.mode == kNone && out.base != 0)
+    fail("wgmma: descriptor %#llx of %s has the base offset %u, and no swizzle that it would change", shown, what, out.base);
   return out;
 }
 

@@ -112,7 +112,6 @@ def base_offsets() -> list[Case]:
         for start in starts:
             for base in (0, start):
                 offsets = (start * 128 >> 4 | base << 49, 0)
-                refused = "calibrated for swizzles of 128 bytes only" if pattern != 128 else ""
-                name = f"wgmma.base{base}.row{start}" + (f".of{pattern}" if refused else "")
-                found.append(_case(name, form, inputs_of(form), offsets, refused=refused))
+                name = f"wgmma.base{base}.row{start}" + (f".of{pattern}" if pattern != 128 else "")
+                found.append(_case(name, form, inputs_of(form), offsets))
     return found
