@@ -176,6 +176,7 @@ class Kernels(CacheOps, IndexCacheOps, StepOps):
         self._plans: PlanCache[PlanKey, SparseDecodePlan] = PlanCache(dropped=self._decode_routes.forget)
         self._topk_routes = OpRoutes(self._driver, TOPK_FORM, 0, enabled=not (self._debug_sync or self._checks_values))
         self._topk_plans = PlanCache(dropped=self._topk_routes.forget)
+        self._step_plans = PlanCache()
         self._topk_choices: dict[tuple[int, TopkShape], TopkCandidate] = {}
         self._lock = threading.RLock()
         self._default = self._driver.current_device() if device is None else self._ordinal(device)

@@ -13,9 +13,19 @@ from dsagen.errors import FrozenError, GuardError
 from dsagen.families.indexer_logits.op import SIZE_GUARDS as LOGITS_SIZES
 from dsagen.families.indexer_logits.op import LogitsShape, size_values
 from dsagen.guard import check, rename, require_bool, require_int
+from dsagen.runtime import traced
 from dsagen.runtime.decode_ops import DecodeOps
 from dsagen.runtime.indexer import index_of
 from dsagen.runtime.indexer_ops import IndexerOps
+from dsagen.runtime.plan_cache import PlanCache
+from dsagen.runtime.step_checks import (
+    StepIndex,
+    lengths_of_tokens,
+    page_size_of,
+    require_results,
+    require_reuse,
+    require_window,
+)
 from dsagen.runtime.step_plan import DecodeStepPlan, StepShape, layout_of, step_workspace
 from dsagen.runtime.tensors import require_plain
 from dsagen.runtime.topk import TopkTensors, require_determinism, shape_of
@@ -25,8 +35,6 @@ if TYPE_CHECKING:
     from dsagen.runtime.api import Device
 
 STEP = "decode_step"
-# Shapes of calls that a plan remembers; a serving process has a handful.
-_MAX_SHAPES = 64
 # What a stage calls the tensors that a step has by other names.
 _INDEXER_NAMES = {"q": "index_q", "k_cache": "index_cache", "q_scales": "index_q_scales"}
 _TOPK_NAMES = {"page_table": "kv_block_table", "lengths": "context_lens"}
@@ -34,6 +42,9 @@ _TOPK_NAMES = {"page_table": "kv_block_table", "lengths": "context_lens"}
 
 class StepOps(IndexerOps, TopkOps, DecodeOps):
     """decode_step and its plan, over the methods of its stages."""
+
+    # What steps without a plan share, by sizes, choices, device and stream.
+    _step_plans: PlanCache[tuple[object, ...], DecodeStepPlan]
 
     def decode_step(
         self,
@@ -79,38 +90,102 @@ class StepOps(IndexerOps, TopkOps, DecodeOps):
         ids are device data, so a captured graph serves any. Returns (out, lse) as sparse_decode. Raises GuardError for
         what does not fit, before anything of the stage that it concerns is launched; what the other ops raise besides.
         """
+        given = StepIndex(index_q, index_cache, weights, context_lens, block_table, kv_block_table, index_q_scales)
+        options: dict[str, Any] = {
+            "extra_k_cache": extra_k_cache,
+            "attn_sink": attn_sink,
+            "kpe_cache": kpe_cache,
+            "extra_kpe_cache": extra_kpe_cache,
+            "v_cache": v_cache,
+            "extra_v_cache": extra_v_cache,
+            "softmax_scale": softmax_scale,
+        }
+        if torch.compiler.is_compiling():
+            window = {"indices": indices, "topk_length": topk_length}
+            one_cache, d_v = self.spec.extra_kv is None, self.spec.dims.d_v
+            return traced.decode_step(
+                self.handle, plan, (q, k_cache), given, reuse_ids, window, one_cache, (out, lse), d_v, options
+            )
         if type(plan) is not DecodeStepPlan or plan.spec is not self.spec:
             raise GuardError("[T-09] plan: was not made by these kernels: pass what their plan_decode_step returned")
-        index = (index_q, index_cache, weights, context_lens, block_table)
-        selected = k_cache if self.spec.extra_kv is None else extra_k_cache
-        _require_window(self.spec.extra_kv is not None, indices, topk_length, extra_k_cache)
+        require_window(self.spec.extra_kv is not None, indices, topk_length, extra_k_cache)
         if require_bool("reuse_ids", reuse_ids):
-            _require_reuse(plan, (*index, kv_block_table, index_q_scales))
+            require_reuse(plan, given)
             plan.claim(self._driver.current_stream(plan._ordinal))
         else:
-            page_size = _page_size(plan, index, kv_block_table, q, selected)
+            page_size = page_size_of(plan, given, q, k_cache if self.spec.extra_kv is None else extra_k_cache)
             plan.claim(self._driver.current_stream(plan._ordinal))
-            self._select(plan, index, index_q_scales, kv_block_table, page_size)
+            self._select(plan, given, page_size, plan.flat_ids, plan.flat_counts)
+            plan.has_ids = True
+        attention = plan.attention if reuse_ids else plan.following
+        lists = self._lists((plan.ids, plan.counts), indices, topk_length)
+        return self.sparse_decode(q, k_cache, plan=attention, out=out, lse=lse, **lists, **options)
+
+    def decode_step_with_shared_plan(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        given: StepIndex,
+        sizes: tuple[int, int],
+        window: tuple[torch.Tensor | None, torch.Tensor | None],
+        chosen: tuple[int | None, str | None, bool | None],
+        results: tuple[torch.Tensor, torch.Tensor] | None,
+        **options: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As decode_step, with the plan that steps of this shape share on the current stream.
+
+        `sizes` are max_seq_len and k, `window` indices and topk_length, `chosen` the plan's num_splits, determinism and
+        overlap, `results` where ids and counts go. Returns (out, lse, ids, counts).
+        """
+        require_plain("q", q)
+        if q.dim() != 4:
+            raise GuardError(f"[T-05] q: {q.dim()} dims, expected [batch, next_n, heads, d_qk]")
+        require_window(self.spec.extra_kv is not None, *window, options["extra_k_cache"])
+        batch, next_n = (int(size) for size in q.shape[:2])
+        width = None if window[0] is None else int(window[0].shape[-1])
+        plan = self._shared_step_plan((batch, next_n, *sizes), width, chosen, q.device)
+        page_size = page_size_of(plan, given, q, k_cache if self.spec.extra_kv is None else options["extra_k_cache"])
+        ids, counts = results or (torch.empty_like(plan.ids), torch.empty_like(plan.counts))
+        require_results(plan, ids, counts)
+        plan.claim(self._driver.current_stream(plan._ordinal))
+        self._select(plan, given, page_size, ids.view(plan.flat_ids.shape), counts.view(-1))
+        lists = self._lists((ids, counts), *window)
+        return (*self.sparse_decode(q, k_cache, plan=plan.following, **lists, **options), ids, counts)
+
+    def _lists(
+        self,
+        selected: tuple[torch.Tensor, torch.Tensor],
+        indices: torch.Tensor | None,
+        topk_length: torch.Tensor | None,
+    ) -> dict[str, Any]:
+        """The lists of sparse decode: what was selected is the second cache's where there are two."""
         if self.spec.extra_kv is None:
-            lists: dict[str, Any] = {"indices": plan.ids, "topk_length": plan.counts}
-        else:
-            lists = {"indices": indices, "topk_length": topk_length}
-            lists |= {"extra_indices": plan.ids, "extra_topk_length": plan.counts}
-        return self.sparse_decode(
-            q,
-            k_cache,
-            **lists,
-            plan=plan.attention if reuse_ids else plan.following,
-            extra_k_cache=extra_k_cache,
-            attn_sink=attn_sink,
-            kpe_cache=kpe_cache,
-            extra_kpe_cache=extra_kpe_cache,
-            v_cache=v_cache,
-            extra_v_cache=extra_v_cache,
-            softmax_scale=softmax_scale,
-            out=out,
-            lse=lse,
-        )
+            return {"indices": selected[0], "topk_length": selected[1]}
+        lists = {"indices": indices, "topk_length": topk_length}
+        return {**lists, "extra_indices": selected[0], "extra_topk_length": selected[1]}
+
+    def _shared_step_plan(
+        self,
+        sizes: tuple[int, int, int, int],
+        window: int | None,
+        chosen: tuple[int | None, str | None, bool | None],
+        device: torch.device,
+    ) -> DecodeStepPlan:
+        batch, next_n, max_seq_len, k = sizes
+        num_splits, determinism, overlap = chosen
+        ordinal = self._ordinal(device)
+        key = (*sizes, window, *chosen, ordinal, self._driver.current_stream(ordinal))
+        with self._lock:
+            plan = self._step_plans.get(key)
+            if plan is None:
+                plan = self.plan_decode_step(
+                    batch, next_n, max_seq_len, k=k, window=window, num_splits=num_splits, determinism=determinism,
+                    overlap=overlap, device=ordinal,
+                )  # fmt: skip
+                self._step_plans.add(key, plan)
+            elif self._driver.is_capturing(ordinal):
+                self._step_plans.pin(key)
+            return plan
 
     def plan_decode_step(
         self,
@@ -196,29 +271,23 @@ class StepOps(IndexerOps, TopkOps, DecodeOps):
         return possible if asked is None else asked
 
     def _select(
-        self,
-        plan: DecodeStepPlan,
-        index: tuple[torch.Tensor | None, ...],
-        index_q_scales: torch.Tensor | None,
-        kv_block_table: torch.Tensor | None,
-        page_size: int,
+        self, plan: DecodeStepPlan, given: StepIndex, page_size: int, ids: torch.Tensor, counts: torch.Tensor
     ) -> None:
-        """Scores and ids into the plan."""
-        index_q, index_cache, weights, context_lens, block_table = index
+        """Scores into the plan, and what top-k makes of them into ids [rows, k] and counts [rows]."""
         shape = plan.shape
-        lengths = context_lens
+        lengths = given.context_lens
         if self._poisons:
             plan.poison()
-        if shape.next_n > 1 and isinstance(context_lens, torch.Tensor) and context_lens.dim() == 1:
-            lengths = _lengths_of_tokens(plan, context_lens)
+        if shape.next_n > 1 and isinstance(lengths, torch.Tensor) and lengths.dim() == 1:
+            lengths = lengths_of_tokens(plan, lengths)
         try:
             self.indexer_logits(
-                index_q,  # type: ignore[arg-type]
-                index_cache,  # type: ignore[arg-type]
-                weights,  # type: ignore[arg-type]
+                given.index_q,  # type: ignore[arg-type]
+                given.index_cache,  # type: ignore[arg-type]
+                given.weights,  # type: ignore[arg-type]
                 lengths,  # type: ignore[arg-type]
-                block_table,  # type: ignore[arg-type]
-                q_scales=index_q_scales,
+                given.block_table,  # type: ignore[arg-type]
+                q_scales=given.index_q_scales,
                 unscored_up_to=shape.k,
                 out=plan.scores,
             )
@@ -230,17 +299,16 @@ class StepOps(IndexerOps, TopkOps, DecodeOps):
                 plan.scores,
                 k=shape.k,
                 lengths=lengths.view(-1),
-                page_table=block_table if kv_block_table is None else kv_block_table,
+                page_table=given.block_table if given.kv_block_table is None else given.kv_block_table,
                 page_size=page_size,
                 table_of_row=plan.row_tables,
                 determinism=plan.determinism,
                 plan=plan.selection,
-                out=plan.flat_ids,
-                counts=plan.flat_counts,
+                out=ids,
+                counts=counts,
             )
         except GuardError as error:
             raise rename(error, _TOPK_NAMES) from None
-        plan.has_ids = True
 
     def _step_shape(
         self, batch: int, next_n: int, max_seq_len: int, k: int | None, window: int | None, device: Device | None
@@ -307,133 +375,3 @@ class StepOps(IndexerOps, TopkOps, DecodeOps):
                 f"workspace of the step: {layout.total_bytes} B, {layout.ids} B of them scores",
             )
         )
-
-
-def _require_window(
-    two_caches: bool,
-    indices: torch.Tensor | None,
-    topk_length: torch.Tensor | None,
-    extra_k_cache: torch.Tensor | None,
-) -> None:
-    """Refuse a window where the spec has one cache, and the lack of one where it has two."""
-    given = {"indices": indices, "topk_length": topk_length, "extra_k_cache": extra_k_cache}
-    if not two_caches:
-        stray = next((name for name, tensor in given.items() if tensor is not None), None)
-        if stray is not None:
-            raise GuardError(f"[T-17] {stray}: the spec declares no extra_kv, and decode_step selects: leave it out")
-        return
-    missing = next((name for name in ("indices", "extra_k_cache") if given[name] is None), None)
-    if missing is not None:
-        raise GuardError(
-            f"[T-17] {missing}: missing: of the spec's two caches k_cache is read by `indices`, and extra_k_cache by "
-            "what is selected: pass both"
-        )
-
-
-def _require_reuse(plan: DecodeStepPlan, stray: tuple[torch.Tensor | None, ...]) -> None:
-    """Refuse to reuse what was never selected, and arguments that would select anew."""
-    if not plan.has_ids:
-        raise GuardError(
-            "[T-22] reuse_ids: nothing was selected with this plan yet: the first layer of a step passes index_q, "
-            "index_cache, weights, context_lens and block_table"
-        )
-    names = ("index_q", "index_cache", "weights", "context_lens", "block_table", "kv_block_table", "index_q_scales")
-    given = next((name for name, tensor in zip(names, stray, strict=True) if tensor is not None), None)
-    if given is not None:
-        raise GuardError(f"[T-22] {given}: given with reuse_ids, which selects nothing: leave either out")
-
-
-def _page_size(
-    plan: DecodeStepPlan,
-    index: tuple[torch.Tensor | None, ...],
-    kv_block_table: torch.Tensor | None,
-    q: torch.Tensor,
-    selected: torch.Tensor | None,
-) -> int:
-    """The page size of the cache that is selected from, after the checks, which shapes like some before have passed."""
-    index_q, index_cache, _, lens, table = index
-    try:
-        shapes = (
-            q.shape, selected.shape, index_q.shape, index_cache.shape, lens.shape, lens.stride(), table.shape,  # type: ignore[union-attr]
-            None if kv_block_table is None else kv_block_table.shape,
-        )  # fmt: skip
-    except AttributeError:
-        return _require_caches(plan, index, kv_block_table, q, selected)
-    found = plan.page_sizes.get(shapes)
-    if found is None:
-        if len(plan.page_sizes) >= _MAX_SHAPES:
-            plan.page_sizes.clear()
-        found = plan.page_sizes[shapes] = _require_caches(plan, index, kv_block_table, q, selected)
-    return found
-
-
-def _require_caches(
-    plan: DecodeStepPlan,
-    index: tuple[torch.Tensor | None, ...],
-    kv_block_table: torch.Tensor | None,
-    q: torch.Tensor,
-    selected: torch.Tensor | None,
-) -> int:
-    """The page size of the cache that is selected from; GuardError where stages would not fit each other."""
-    index_q, index_cache, _, context_lens, block_table = index
-    name = "k_cache" if plan.attention.extra_topk == 0 else "extra_k_cache"
-    tensors = {"q": q, name: selected, "index_q": index_q, "index_cache": index_cache}
-    tensors |= {"context_lens": context_lens, "block_table": block_table}
-    for tensor_name, tensor in tensors.items():
-        require_plain(tensor_name, tensor)
-    assert selected is not None and index_cache is not None and block_table is not None and index_q is not None
-    if context_lens is not None and not context_lens.is_contiguous():
-        raise GuardError(
-            f"[T-22] context_lens: strides {context_lens.stride()}, and top-k reads adjacent lengths: pass "
-            "context_lens.contiguous()"
-        )
-    shape = plan.shape
-    for tensor_name, tensor in (("q", q), ("index_q", index_q)):
-        found = tuple(tensor.shape[:2])
-        if found != (shape.batch, shape.next_n):
-            raise GuardError(
-                f"[T-09] plan: made for batch {shape.batch}, next_n {shape.next_n}, {tensor_name} has {found}: make a "
-                "plan for them with plan_decode_step"
-            )
-    if index_cache.dim() != 4 or selected.dim() != 4 or block_table.dim() != 2:
-        # A stage says which, and what is wrong with it; top-k, whose page size it is, comes behind the indexer.
-        return int(selected.shape[1]) if selected.dim() > 1 else 1
-    _require_same_pages(name, selected, index_cache, kv_block_table)
-    pages = {"block_table": (block_table, index_cache), "kv_block_table": (kv_block_table, selected)}
-    for table_name, (table, cache) in pages.items():
-        if isinstance(table, torch.Tensor) and table.dim() == 2:
-            columns, page_size = int(table.shape[1]), int(cache.shape[1])
-            if columns * page_size < shape.max_seq_len:
-                raise GuardError(
-                    f"[T-22] {table_name}: rows of {columns} pages of {page_size} tokens name fewer than the plan's "
-                    f"max_seq_len {shape.max_seq_len}: pass a wider table, or plan for what it names"
-                )
-    return int(selected.shape[1])
-
-
-def _require_same_pages(
-    name: str, selected: torch.Tensor, index_cache: torch.Tensor, kv_block_table: torch.Tensor | None
-) -> None:
-    """Refuse caches whose pages one table cannot name."""
-    if kv_block_table is not None:
-        return
-    (pages, size), (index_pages, index_size) = selected.shape[:2], index_cache.shape[:2]
-    if size != index_size:
-        raise GuardError(
-            f"[T-22] {name}: pages of {size} tokens, index_cache has pages of {index_size}, and block_table names "
-            "pages of both: pass the pages of the KV cache as kv_block_table"
-        )
-    if pages < index_pages:
-        raise GuardError(
-            f"[T-22] {name}: {pages} pages, index_cache has {index_pages}, and block_table names pages of both: pass "
-            "caches of as many pages, or the pages of the KV cache as kv_block_table"
-        )
-
-
-def _lengths_of_tokens(plan: DecodeStepPlan, context_lens: torch.Tensor) -> torch.Tensor:
-    """Each token's own length, [batch, next_n], where a call has those of each request's last token."""
-    shape = plan.shape
-    if (context_lens.shape[0], context_lens.dtype, context_lens.device) != (shape.batch, torch.int32, plan.device):
-        # As it is, for the indexer to refuse by its rules.
-        return context_lens
-    return torch.sub(context_lens[:, None], plan.behind, out=plan.token_lengths)

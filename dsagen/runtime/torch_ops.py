@@ -20,8 +20,9 @@ from dsagen.runtime.handles import find
 from dsagen.runtime.index_cache import code_dtype, scale_dtype
 from dsagen.runtime.indexer import empty_scores, index_of, require_width
 from dsagen.runtime.kv_cache import cache_of
+from dsagen.runtime.op_signatures import by_name, into, parameters, refuse_grad
 from dsagen.runtime.sparse_decode import DecodeTensors
-from dsagen.runtime.tensors import require_no_grad
+from dsagen.runtime.torch_step import STEP_OPS, STEP_SCHEMAS
 
 NAMESPACE = "dsagen"
 _LIBRARY: Any = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
@@ -71,6 +72,7 @@ SCHEMAS = {
     "index_write": "(Tensor keys, Tensor(a!) k_cache, Tensor slots, str kernels) -> ()",
     "index_gather": f"({_GATHER}, {_GATHER_OPTIONS}) -> (Tensor, Tensor)",
     "index_gather_out": f"({_GATHER}, Tensor(a!) codes, Tensor(b!) scales, {_GATHER_OPTIONS}) -> ()",
+    **STEP_SCHEMAS,
 }
 
 
@@ -294,50 +296,25 @@ def _index_gather(
     )
 
 
-def _into(op: Callable[..., Any], required: int, *outputs: str) -> Callable[..., None]:
-    """The op's out variant, which returns nothing and takes outputs behind its required arguments."""
-    first = required + len(outputs)
-
-    def run(*values: Any, **named: Any) -> None:
-        op(*values[:required], *values[first:], **dict(zip(outputs, values[required:first], strict=False)), **named)
-
-    return run
-
-
-def _parameters(schema: str) -> tuple[str, ...]:
-    """Names of a schema's parameters that have defaults, in order."""
-    return tuple(part.rpartition(" ")[2].partition("=")[0] for part in schema.split(", ") if "=" in part)
-
-
-_READ_NAMES = _parameters(_READ_OPTIONS)
-_LOGITS_NAMES, _RAGGED_NAMES = _parameters(_LOGITS_OPTIONS), _parameters(_RAGGED_OPTIONS)
-_CANDIDATES_NAMES = _parameters(_CANDIDATES_OPTIONS)
-
-
-def _named(names: tuple[str, ...], rest: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
-    return {**dict(zip(names, rest, strict=False)), **named}
+_READ_NAMES = parameters(_READ_OPTIONS)
+_LOGITS_NAMES, _RAGGED_NAMES = parameters(_LOGITS_OPTIONS), parameters(_RAGGED_OPTIONS)
+_CANDIDATES_NAMES = parameters(_CANDIDATES_OPTIONS)
 
 
 # What tracing needs: shapes and dtypes of results. The checks come with the call.
 
 
-def _refuse_grad(*values: Any, **named: Any) -> None:
-    for value in (*values, *named.values()):
-        if isinstance(value, Tensor):
-            require_no_grad("an input", value)
-
-
 def _fake_sparse_decode(
     q: Tensor, k_cache: Tensor, indices: Tensor, kernels: str, *rest: Any, **named: Any
 ) -> tuple[Tensor, Tensor]:
-    _refuse_grad(q, k_cache, indices, *rest, **named)
+    refuse_grad(q, k_cache, indices, *rest, **named)
     batch, s_q, heads = q.shape[:3]
     out = q.new_empty((batch, s_q, heads, find(kernels).spec.dims.d_v), dtype=torch.bfloat16)
     return out, q.new_empty((batch, s_q, heads), dtype=torch.float32).transpose(1, 2)
 
 
 def _fake_topk(scores: Tensor, kernels: str, k: int, *rest: Any, **named: Any) -> Tensor:
-    _refuse_grad(scores, *rest, **named)
+    refuse_grad(scores, *rest, **named)
     return scores.new_empty((scores.shape[0], k), dtype=torch.int32)
 
 
@@ -351,8 +328,8 @@ def _fake_indexer_logits(
     *rest: Any,
     **named: Any,
 ) -> Tensor:
-    given = _named(_LOGITS_NAMES, rest, named)
-    _refuse_grad(q, k_cache, weights, context_lens, block_table, **given)
+    given = by_name(_LOGITS_NAMES, rest, named)
+    refuse_grad(q, k_cache, weights, context_lens, block_table, **given)
     width = require_width(given.get("max_seq_len"))
     return empty_scores(q, q.shape[0] * q.shape[1], width, find(kernels).spec)
 
@@ -368,8 +345,8 @@ def _fake_indexer_logits_ragged(
     *rest: Any,
     **named: Any,
 ) -> Tensor:
-    given = _named(_RAGGED_NAMES, rest, named)
-    _refuse_grad(q, keys, key_scales, weights, starts, ends, **given)
+    given = by_name(_RAGGED_NAMES, rest, named)
+    refuse_grad(q, keys, key_scales, weights, starts, ends, **given)
     most = given.get("max_window")
     return empty_scores(q, q.shape[0], keys.shape[0] if most is None else most, find(kernels).spec)
 
@@ -385,15 +362,15 @@ def _fake_indexer_logits_candidates(
     *rest: Any,
     **named: Any,
 ) -> Tensor:
-    given = {"block_size": 8, **_named(_CANDIDATES_NAMES, rest, named)}
-    _refuse_grad(q, k_cache, weights, context_lens, block_table, candidate_blocks, **given)
+    given = {"block_size": 8, **by_name(_CANDIDATES_NAMES, rest, named)}
+    refuse_grad(q, k_cache, weights, context_lens, block_table, candidate_blocks, **given)
     width = candidate_blocks.shape[1] * given["block_size"]
     return empty_scores(q, q.shape[0] * q.shape[1], width, find(kernels).spec)
 
 
 def _fake_kv_read(k_cache: Tensor, kernels: str, *rest: Any, **named: Any) -> Tensor:
-    given = _named(_READ_NAMES, rest, named)
-    _refuse_grad(k_cache, **given)
+    given = by_name(_READ_NAMES, rest, named)
+    refuse_grad(k_cache, **given)
     slots = given.get("slots")
     rows: int = given["rows"] if slots is None else slots.shape[0]
     record = cache_of(find(kernels).spec, bool(given.get("extra")))
@@ -403,7 +380,7 @@ def _fake_kv_read(k_cache: Tensor, kernels: str, *rest: Any, **named: Any) -> Te
 def _fake_index_gather(
     k_cache: Tensor, kernels: str, block_table: Tensor, row_starts: Tensor, rows: int, *rest: Any, **named: Any
 ) -> tuple[Tensor, Tensor]:
-    _refuse_grad(k_cache, block_table, row_starts, *rest, **named)
+    refuse_grad(k_cache, block_table, row_starts, *rest, **named)
     index = index_of(find(kernels).spec)
     record = index_format(index.keys)
     codes = k_cache.new_empty((rows, record.code_bytes(index.dim)), dtype=code_dtype(record))
@@ -411,27 +388,28 @@ def _fake_index_gather(
 
 
 def _fake_nothing(*values: Any, **named: Any) -> None:
-    _refuse_grad(*values, **named)
+    refuse_grad(*values, **named)
 
 
 _OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "sparse_decode": (_sparse_decode, _fake_sparse_decode),
-    "sparse_decode_out": (_into(_sparse_decode, 4, "out", "lse"), _fake_nothing),
+    "sparse_decode_out": (into(_sparse_decode, 4, "out", "lse"), _fake_nothing),
     "topk": (_topk, _fake_topk),
-    "topk_out": (_into(_topk, 3, "out"), _fake_nothing),
+    "topk_out": (into(_topk, 3, "out"), _fake_nothing),
     "indexer_logits": (_indexer_logits, _fake_indexer_logits),
-    "indexer_logits_out": (_into(_indexer_logits, 6, "out"), _fake_nothing),
+    "indexer_logits_out": (into(_indexer_logits, 6, "out"), _fake_nothing),
     "indexer_logits_ragged": (_indexer_logits_ragged, _fake_indexer_logits_ragged),
-    "indexer_logits_ragged_out": (_into(_indexer_logits_ragged, 7, "out"), _fake_nothing),
+    "indexer_logits_ragged_out": (into(_indexer_logits_ragged, 7, "out"), _fake_nothing),
     "indexer_logits_candidates": (_indexer_logits_candidates, _fake_indexer_logits_candidates),
-    "indexer_logits_candidates_out": (_into(_indexer_logits_candidates, 7, "out"), _fake_nothing),
+    "indexer_logits_candidates_out": (into(_indexer_logits_candidates, 7, "out"), _fake_nothing),
     "kv_write": (_kv_write, _fake_nothing),
     "kv_read": (_kv_read, _fake_kv_read),
-    "kv_read_out": (_into(_kv_read, 2, "out"), _fake_nothing),
+    "kv_read_out": (into(_kv_read, 2, "out"), _fake_nothing),
     "kv_convert": (_kv_convert, _fake_nothing),
     "index_write": (_index_write, _fake_nothing),
     "index_gather": (_index_gather, _fake_index_gather),
-    "index_gather_out": (_into(_index_gather, 5, "codes", "scales"), _fake_nothing),
+    "index_gather_out": (into(_index_gather, 5, "codes", "scales"), _fake_nothing),
+    **STEP_OPS,
 }
 
 # Strides are part of a cache's meaning, so that a compiler may not change them on the way.

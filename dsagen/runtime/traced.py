@@ -9,6 +9,8 @@ from torch import Tensor
 
 from dsagen.errors import GuardError
 from dsagen.runtime.sparse_decode import SparseDecodePlan
+from dsagen.runtime.step_checks import StepIndex, require_reuse, require_window
+from dsagen.runtime.step_plan import DecodeStepPlan
 
 # Read through torch at each call: tracing knows the ops by that.
 _OPS = torch.ops.dsagen
@@ -43,6 +45,50 @@ def sparse_decode(
     if lse is None:
         lse = q.new_empty(q.shape[:3], dtype=torch.float32).transpose(1, 2)
     _OPS.sparse_decode_out(*tensors, handle, **options, num_splits=num_splits, out=out, lse=lse)
+    return out, lse
+
+
+def decode_step(
+    handle: str,
+    plan: DecodeStepPlan,
+    tensors: tuple[Tensor, Tensor],
+    given: StepIndex,
+    reuse_ids: bool,
+    window: dict[str, Tensor | None],
+    one_cache: bool,
+    results: tuple[Tensor | None, Tensor | None],
+    d_v: int,
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor]:
+    """As Kernels.decode_step. A plan gives sizes and choices, and gets ids and counts; its workspace is not used."""
+    q, shape = tensors[0], plan.shape
+    if q.shape[0] != shape.batch or q.shape[1] != shape.next_n:
+        raise GuardError(
+            f"[T-09] plan: made for batch {shape.batch}, next_n {shape.next_n}, which q does not have: make a plan for "
+            "it with plan_decode_step"
+        )
+    require_window(not one_cache, window["indices"], window["topk_length"], options["extra_k_cache"])
+    out, lse = results
+    if out is None:
+        out = q.new_empty((*q.shape[:3], d_v), dtype=torch.bfloat16)
+    if lse is None:
+        lse = q.new_empty(q.shape[:3], dtype=torch.float32).transpose(1, 2)
+    num_splits = plan.attention.num_splits
+    if reuse_ids:
+        require_reuse(plan, given)
+        selected = {"indices": plan.ids, "topk_length": plan.counts}
+        lists = selected if one_cache else {**window, **{f"extra_{name}": list_ for name, list_ in selected.items()}}
+        indices = lists.pop("indices")
+        _OPS.sparse_decode_out(*tensors, indices, handle, **lists, **options, num_splits=num_splits, out=out, lse=lse)
+        return out, lse
+    index = {"index_q_scales": given.index_q_scales, "kv_block_table": given.kv_block_table}
+    chosen = {"num_splits": num_splits, "determinism": plan.determinism, "overlap": plan.selection.is_dependent}
+    _OPS.decode_step_out(
+        *tensors, given.index_q, given.index_cache, given.weights, given.context_lens, given.block_table, handle,
+        shape.max_seq_len, shape.k, out=out, lse=lse, ids=plan.ids, counts=plan.counts,
+        **index, **window, **options, **chosen,
+    )  # fmt: skip
+    plan.has_ids = True
     return out, lse
 
 

@@ -78,6 +78,11 @@ def candidates(store: None) -> dsagen.Kernels:
     return load("v41_indexer_candidates_h64")
 
 
+@pytest.fixture(scope="module")
+def chain(store: None) -> dsagen.Kernels:
+    return load("v32_decode_h16")
+
+
 @pytest.fixture
 def all_kernels(
     decode: dsagen.Kernels,
@@ -87,9 +92,10 @@ def all_kernels(
     index: dsagen.Kernels,
     indexer: dsagen.Kernels,
     candidates: dsagen.Kernels,
+    chain: dsagen.Kernels,
 ) -> dict[str, dsagen.Kernels]:
     found = {"decode": decode, "select": select, "caches": caches, "v41": v41, "index": index, "indexer": indexer}
-    return {**found, "candidates": candidates}
+    return {**found, "candidates": candidates, "chain": chain}
 
 
 def q(batch: int = 2) -> Tensor:
@@ -168,6 +174,24 @@ def candidates_call() -> tuple[tuple[Tensor, ...], dict[str, Any]]:
     return tensors, {"q_scales": ones(2, 1, 32)}
 
 
+def chain_call() -> dict[str, Tensor]:
+    """Two tokens of one request, of which the last one sees all keys."""
+    return {
+        "q": torch.randn(1, 2, HEADS, 576).bfloat16(),
+        "k_cache": pool(),
+        "index_q": torch.randint(0, 56, (1, 2, 64, 128), dtype=torch.uint8),
+        "index_cache": fp8_keys(),
+        "weights": torch.randn(2, 64),
+        "context_lens": lengths(5, PAGES * PAGE)[None],
+        "block_table": lengths(2, 0, 1)[None],
+    }
+
+
+def chain_results() -> dict[str, Tensor]:
+    out, lse = torch.zeros(1, 2, HEADS, 512, dtype=torch.bfloat16), torch.zeros(1, 2, HEADS).transpose(1, 2)
+    return {"out": out, "lse": lse, "ids": lengths(*range(2 * K)).view(1, 2, K), "counts": lengths(0, 0)[None]}
+
+
 def with_handle(
     made: tuple[tuple[Tensor, ...], dict[str, Any]], handle: str, **more: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -201,6 +225,14 @@ CALLS: dict[str, tuple[str, Callable[[str], tuple[tuple[Any, ...], dict[str, Any
     "indexer_logits_candidates_out": (
         "candidates",
         lambda h: with_handle(candidates_call(), h, out=torch.zeros(2, 48), block_size=16),
+    ),
+    "decode_step": (
+        "chain",
+        lambda h: ((*chain_call().values(), h, PAGES * PAGE, K), {"determinism": "order", "overlap": False}),
+    ),
+    "decode_step_out": (
+        "chain",
+        lambda h: ((*chain_call().values(), h, PAGES * PAGE, K, *chain_results().values()), {"determinism": "order"}),
     ),
     "kv_write": ("caches", lambda h: ((rows(3), pool(), lengths(5, -1, 40), h), {})),
     "kv_read": ("caches", lambda h: ((pool(), h), {"slots": lengths(5, -1, 40)})),
@@ -305,6 +337,33 @@ def test_scores_of_an_indexer_compile_as_one_graph_with_what_follows(indexer: ds
     assert out.equal(kept) and want[1].stride() == (44, 1) and compiled(*inputs)[1].stride() == (44, 1)
     with pytest.raises(Exception, match="T-21"):
         compiled(paged, ragged, {"q_scales": paged_options["q_scales"]}, ragged_options)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_layers_that_share_a_selection_compile_as_one_graph(backend: str, chain: dsagen.Kernels) -> None:
+    torch._dynamo.reset()
+    plan, eager = (chain.plan_decode_step(1, 2, PAGES * PAGE, k=K, determinism="order") for _ in range(2))
+    given, other = chain_call(), torch.randn(1, 2, HEADS, 576).bfloat16()
+
+    def run(plan: Any, q: Tensor, k_cache: Tensor, other: Tensor, index: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        first, _ = chain.decode_step(q, k_cache, plan=plan, **index)
+        second, lse = chain.decode_step(other + first.sum() * 0, k_cache, plan=plan, reuse_ids=True)
+        return first * 2, second, lse
+
+    compiled = torch.compile(run, fullgraph=True, backend=backend)
+    index = {name: tensor for name, tensor in given.items() if name not in ("q", "k_cache")}
+    with pytest.raises(GuardError, match=r"\[T-22\] reuse_ids: nothing was selected with this plan yet"):
+        chain.decode_step(other, given["k_cache"], plan=plan, reuse_ids=True)
+    for weights in (index["weights"], index["weights"].neg()):
+        changed = {**index, "weights": weights}
+        want = run(eager, given["q"], given["k_cache"], other, changed)
+        found = compiled(plan, given["q"], given["k_cache"], other, changed)
+        for mine, theirs in zip(found, want, strict=True):
+            assert mine.equal(theirs)
+        assert plan.ids.equal(eager.ids) and plan.counts.equal(eager.counts)
+    chain.decode_step(other, given["k_cache"], plan=plan, reuse_ids=True)
+    with pytest.raises(Exception, match="made for batch 1, next_n 2, which q does not have"):
+        compiled(plan, given["q"][:, :1], given["k_cache"], other, index)
 
 
 def test_a_compiled_call_takes_the_plans_splits_and_given_outputs(all_kernels: dict[str, dsagen.Kernels]) -> None:

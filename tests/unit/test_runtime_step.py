@@ -396,3 +396,59 @@ def test_explain_of_a_step():
         kernels.explain("decode_step", batch=1)
     both = make(TWO_CACHES)[1].explain("decode_step", batch=1, width=WIDTH)
     assert "topk 48 + 64 of the second cache" in both and "64 of up to 100 keys" in both
+
+
+def call_op(kernels, variant="", **changes):
+    """The op of torch, by name of its arguments."""
+    op = getattr(torch.ops.dsagen, "decode_step" + variant)
+    given = {**attention(), **index(), "kernels": kernels.handle, "max_seq_len": WIDTH, "k": K}
+    return op(**{**given, **changes})
+
+
+def test_steps_without_a_plan_share_one():
+    driver, kernels = make()
+    out, lse, ids, counts = call_op(kernels)
+    assert (out.shape, lse.shape) == ((BATCH, NEXT_N, 16, 512), (BATCH, 16, NEXT_N))
+    assert (ids.shape, counts.shape, ids.dtype, counts.dtype) == ((3, 2, K), (3, 2), torch.int32, torch.int32)
+    (_, logits), (_, topk), (_, decode), *_ = blocks(kernels, driver)
+    assert (topk["out"], topk["counts"]) == (ids.data_ptr(), counts.data_ptr())
+    assert (decode["indices"], decode["topk_length"]) == (ids.data_ptr(), counts.data_ptr())
+    assert [r.config.overlaps_previous for r in driver.launches] == [False, True, True]
+    call_op(kernels, num_splits=1)
+    call_op(kernels)
+    scores = [block["scores"] for family, block in blocks(kernels, driver) if family == "indexer_logits"]
+    assert scores[0] == scores[2] == logits["scores"] != scores[1], "one workspace for steps of one shape"
+    driver.capturing, driver.stream = True, 9
+    with pytest.raises(FrozenError, match="making a plan during CUDA graph capture is not possible"):
+        call_op(kernels)
+    driver.stream = 0
+    call_op(kernels)
+    driver.capturing = False
+    for _ in range(70):
+        call_op(kernels, max_seq_len=WIDTH - _)
+    call_op(kernels)
+    scores = [block["scores"] for family, block in blocks(kernels, driver) if family == "indexer_logits"]
+    assert scores[-1] == scores[0], "a captured graph holds its address"
+
+
+def test_with_two_caches_an_op_selects_from_the_second():
+    driver, kernels = make(TWO_CACHES)
+    given = two_caches()
+    ids, counts = ints(BATCH, NEXT_N, K), ints(BATCH, NEXT_N)
+    out, lse = torch.zeros(BATCH, NEXT_N, 16, 512).bfloat16(), torch.zeros(BATCH, 16, NEXT_N)
+    call_op(kernels, "_out", **given, out=out, lse=lse, ids=ids, counts=counts)
+    decode = blocks(kernels, driver)[2][1]
+    assert (decode["indices"], decode["extra_indices"]) == (given["indices"].data_ptr(), ids.data_ptr())
+    assert (decode["extra_topk_length"], decode["out"]) == (counts.data_ptr(), out.data_ptr())
+    for changes, message in (
+        ({"ids": ints(BATCH, NEXT_N, K + 1)}, r"\[T-06\] ids: shape \(3, 2, 33\)"),
+        ({"ids": ints(BATCH, NEXT_N, 2 * K)[..., :K]}, r"\[T-22\] ids: strides \(128, 64, 1\), and top-k"),
+        ({"counts": ints(BATCH, NEXT_N).long()}, r"\[T-04\] counts: dtype int64"),
+        ({"q": torch.zeros(3)}, r"\[T-05\] q: 1 dims, expected \[batch, next_n, heads, d_qk\]"),
+        ({"indices": None}, r"\[T-17\] indices: missing"),
+        ({"k": 65}, r"\[TK-04\] k: 65"),
+        ({"determinism": "some"}, r"\[T-12\] determinism"),
+    ):
+        results = {"out": out, "lse": lse, "ids": ids, "counts": counts}
+        with pytest.raises(GuardError, match=f"^{message}"):
+            call_op(kernels, "_out", **{**given, **results, **changes})
