@@ -86,7 +86,7 @@ _INDEX_FORMAT_NAMES: Any = list(INDEX_FORMATS)
 _RULE_NAMES: Any = [COPY, *WRITE_RULES]
 _INDEX_RULE_NAMES: Any = list(INDEX_RULES)
 
-IndexForm = Literal["paged", "ragged", "candidates"]
+IndexForm = Literal["paged", "blocks", "ragged", "candidates"]
 Capacity = Annotated[int, Field(ge=1, le=MAX_TOPK)]
 
 
@@ -162,7 +162,8 @@ class IndexWriteSpec(_Part):
 class IndexSpec(_Part):
     """The lightning indexer: its heads (8 to 128 in steps of 8), dims of a key, and the format of cached keys.
 
-    `forms` says how calls find keys: in pages (decode), in one piece (ragged prefill), or in candidate blocks of pages.
+    `forms` says how calls find keys: in pages (decode), in one piece (ragged prefill), or in candidate blocks of pages;
+    `blocks` is pages with scores of blocks, which candidates are chosen by.
     """
 
     heads: int = Field(ge=8, le=MAX_HEADS, multiple_of=8)

@@ -12,6 +12,7 @@ import torch
 
 from dsagen import knobs
 from dsagen.arch import arch_for_capability
+from dsagen.check.block_cases import BlockCase
 from dsagen.check.candidate_cases import CandidateCase
 from dsagen.check.cases import REPEATS as DECODE_REPEATS
 from dsagen.check.cases import DecodeCase
@@ -38,7 +39,7 @@ from dsagen.runtime.api import load
 from dsagen.runtime.emulated import EmulatorOptions
 from dsagen.spec import DeploymentSpec
 
-Case = DecodeCase | TopkCase | KvCase | LogitsCase | IndexCacheCase | StepCase | RaggedCase | CandidateCase
+Case = DecodeCase | TopkCase | KvCase | LogitsCase | IndexCacheCase | StepCase | RaggedCase | CandidateCase | BlockCase
 # Sizes at which a case takes about a minute of two cores. Larger ones are for devices.
 MOST_COLUMN_HEADS = 50_000_000
 MOST_SCORES = 50_000_000
@@ -101,6 +102,8 @@ def too_large(spec: DeploymentSpec, case: Case) -> str:
         what, size, limit, tensor_bytes = _step_size(spec, case)
     elif isinstance(case, RaggedCase):
         what, size, limit, tensor_bytes = _ragged_size(spec, case)
+    elif isinstance(case, BlockCase):
+        what, size, limit, tensor_bytes = _logits_size(spec, case.call)
     elif isinstance(case, CandidateCase):
         what, size, limit, tensor_bytes = _candidates_size(spec, case)
     else:

@@ -18,6 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from dsagen import knobs
 from dsagen.arch import arch as arch_row
+from dsagen.check.block_cases import BlockCase, block_cases
+from dsagen.check.block_run import BlockRun
 from dsagen.check.candidate_cases import CandidateCase, candidate_cases
 from dsagen.check.candidate_run import CandidateRun
 from dsagen.check.cases import DecodeCase, Probe, Tier, decode_cases
@@ -82,7 +84,7 @@ class KernelCache:
             return self._for_topk()
         if isinstance(case, KvCase):
             return self._for_caches()
-        if isinstance(case, LogitsCase | RaggedCase | CandidateCase):
+        if isinstance(case, LogitsCase | RaggedCase | CandidateCase | BlockCase):
             return self._for_logits(case)
         if isinstance(case, IndexCacheCase):
             return self._for_index_cache()
@@ -126,7 +128,7 @@ class KernelCache:
         kernels: IndexCacheKernels = self._loaded[key]
         return kernels
 
-    def _for_logits(self, case: LogitsCase | RaggedCase | CandidateCase) -> LogitsKernels:
+    def _for_logits(self, case: LogitsCase | RaggedCase | CandidateCase | BlockCase) -> LogitsKernels:
         """Kernels of the indexer alone, with the case's number of heads."""
         assert self.spec.index is not None
         heads = case.heads or self.spec.index.heads
@@ -248,7 +250,7 @@ def run_cases(
     return tuple(results)
 
 
-AnyRun = CaseRun | TopkRun | KvRun | LogitsRun | IndexCacheRun | StepRun | RaggedRun | CandidateRun
+AnyRun = CaseRun | TopkRun | KvRun | LogitsRun | IndexCacheRun | StepRun | RaggedRun | CandidateRun | BlockRun
 # What runs a case, by its type.
 RUNS: Mapping[type, Callable[..., AnyRun]] = {
     DecodeCase: CaseRun,
@@ -259,6 +261,7 @@ RUNS: Mapping[type, Callable[..., AnyRun]] = {
     StepCase: StepRun,
     RaggedCase: RaggedRun,
     CandidateCase: CandidateRun,
+    BlockCase: BlockRun,
 }
 
 
@@ -337,6 +340,7 @@ def cases_of(spec: DeploymentSpec, arch: str, tier: Tier, only: str | None = Non
             keeps_nan = index_format(spec.index.keys).values is E4M3 and arch_row(arch).has_e4m3_cvt
             cases += logits_cases(tier, keeps_nan, short_sums) if "paged" in spec.index.forms else ()
             cases += ragged_cases(tier, keeps_nan, short_sums) if "ragged" in spec.index.forms else ()
+            cases += block_cases(tier, keeps_nan) if "blocks" in spec.index.forms else ()
             cases += candidate_cases(tier, keeps_nan) if "candidates" in spec.index.forms else ()
         elif op == IndexCacheCase.op:
             cases += index_cases(tier)

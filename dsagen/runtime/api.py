@@ -44,6 +44,8 @@ from dsagen.runtime.index_cache import OP as INDEX_CACHE_OP
 from dsagen.runtime.index_cache_ops import IndexCacheOps
 from dsagen.runtime.indexer import FORM as LOGITS_FORM
 from dsagen.runtime.indexer import OP as LOGITS_OP
+from dsagen.runtime.indexer_blocks import FORM as BLOCKS_FORM
+from dsagen.runtime.indexer_blocks import METHOD as BLOCKS_METHOD
 from dsagen.runtime.indexer_candidates import FORM as CANDIDATES_FORM
 from dsagen.runtime.indexer_candidates import METHOD as CANDIDATES_METHOD
 from dsagen.runtime.indexer_ragged import FORM as RAGGED_FORM
@@ -167,6 +169,7 @@ class Kernels(CacheOps, IndexCacheOps, StepOps):
         self._logits_launches = OpLaunches(self._driver, LOGITS_FORM, self._debug_sync)
         self._ragged_launches = OpLaunches(self._driver, RAGGED_FORM, self._debug_sync)
         self._candidate_launches = OpLaunches(self._driver, CANDIDATES_FORM, self._debug_sync)
+        self._block_launches = OpLaunches(self._driver, BLOCKS_FORM, self._debug_sync)
         self._devices: dict[int, DeviceKernels] = {}
         # What calls without a plan share.
         plainly = not (self._debug_sync or self._checks_values or self._poisons)
@@ -188,7 +191,7 @@ class Kernels(CacheOps, IndexCacheOps, StepOps):
     def _op_tables(self) -> dict[str, Any]:
         """Where the launcher in C finds calls of torch's ops that are like one before; None where each is checked."""
         launches = {LOGITS_OP: self._logits_launches, RAGGED_METHOD: self._ragged_launches}
-        launches[CANDIDATES_METHOD] = self._candidate_launches
+        launches |= {CANDIDATES_METHOD: self._candidate_launches, BLOCKS_METHOD: self._block_launches}
         launches |= {f"kv_{role}": launches for role, launches in self._cache_launches.items()}
         launches |= {f"index_{role}": launches for role, launches in self._index_launches.items()}
         tables = {op: None if self._checks_values else of_op.table for op, of_op in launches.items()}

@@ -16,6 +16,7 @@ import torch
 
 from dsagen.runtime.index_cache import FORMS as INDEX_FORMS
 from dsagen.runtime.indexer import FORM as LOGITS_FORM
+from dsagen.runtime.indexer_blocks import FORM as BLOCKS_FORM
 from dsagen.runtime.indexer_candidates import FORM as CANDIDATES_FORM
 from dsagen.runtime.indexer_ragged import FORM as RAGGED_FORM
 from dsagen.runtime.kv_cache import FORMS as CACHE_FORMS
@@ -63,6 +64,7 @@ OP_CALLS: Mapping[str, OpCall] = {
         frozenset({"candidate_blocks"}),
     ),
     "indexer_logits": OpCall(LOGITS_FORM, {"max_seq_len": None, "unscored_up_to": 0, "fill_neg_inf": False}),
+    "indexer_logits_blocks": OpCall(BLOCKS_FORM, {"max_seq_len": None, "unscored_up_to": 0, "fill_neg_inf": False}),
     "indexer_logits_ragged": OpCall(RAGGED_FORM, {"max_window": None, "unscored_up_to": 0, "fill_neg_inf": False}),
     "indexer_logits_candidates": OpCall(CANDIDATES_FORM, {"block_size": 8}),
     "kv_write": OpCall(CACHE_FORMS["write"], {"extra": False}),

@@ -253,13 +253,15 @@ def require_width(max_seq_len: int | None) -> int:
     return max_seq_len
 
 
-def require_scores(out: torch.Tensor | None, spec: DeploymentSpec, layout: str, shape: tuple[int, int]) -> None:
-    """Refuse an out that does not hold the scores of a call."""
+def require_scores(
+    out: torch.Tensor | None, spec: DeploymentSpec, layout: str, shape: tuple[int, int], name: str = "out"
+) -> None:
+    """Refuse an output that does not hold the scores of a call."""
     if out is None:
         return
     dtype = str(SCORE_DTYPES[str(spec.scores)]).removeprefix("torch.")
-    require(TensorRule("out", (dtype,), layout, shape), out)
-    require_separate_elements("out", out)
+    require(TensorRule(name, (dtype,), layout, shape), out)
+    require_separate_elements(name, out)
 
 
 def _query_arguments(q: torch.Tensor) -> dict[str, Number]:

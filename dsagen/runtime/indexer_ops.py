@@ -11,6 +11,7 @@ from dsagen.arch import arch
 from dsagen.errors import GuardError
 from dsagen.families.indexer_logits.guards import RAGGED_TILES_GUARD, TILES_GUARD
 from dsagen.families.indexer_logits.op import (
+    BLOCKS,
     CANDIDATES,
     RAGGED,
     ROLES,
@@ -35,6 +36,8 @@ from dsagen.runtime.indexer import (
     make_out,
     out_arguments,
 )
+from dsagen.runtime.indexer_blocks import METHOD as BLOCKS_METHOD
+from dsagen.runtime.indexer_blocks import BlockTensors, bind_blocks, make_results, result_arguments
 from dsagen.runtime.indexer_candidates import METHOD as CANDIDATES_METHOD
 from dsagen.runtime.indexer_candidates import CandidateTensors, bind_candidates, check_blocks
 from dsagen.runtime.indexer_ragged import METHOD, RaggedTensors, bind_ragged, check_token_windows
@@ -43,11 +46,12 @@ from dsagen.runtime.op_methods import OpMethods
 
 
 class IndexerOps(OpMethods):
-    """indexer_logits, indexer_logits_ragged and indexer_logits_candidates over what `Kernels` provides."""
+    """indexer_logits and its forms for other keys and results, over what `Kernels` provides."""
 
     _logits_launches: OpLaunches
     _ragged_launches: OpLaunches
     _candidate_launches: OpLaunches
+    _block_launches: OpLaunches
 
     def indexer_logits(
         self,
@@ -119,6 +123,72 @@ class IndexerOps(OpMethods):
             part = partition_of(plan, shape, on.facts.sm_count)
             self._launch_logits(self._logits_launches, plan, part, ordinal, arguments, tensors, scalars, result)
         return result
+
+    def indexer_logits_blocks(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        weights: torch.Tensor,
+        context_lens: torch.Tensor,
+        block_table: torch.Tensor,
+        *,
+        q_scales: torch.Tensor | None = None,
+        max_seq_len: int | None = None,
+        unscored_up_to: int = 0,
+        fill_neg_inf: bool = False,
+        out: torch.Tensor | None = None,
+        block_scores: torch.Tensor | None = None,
+        block_counts: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As indexer_logits, with the largest score of each block of 8 keys: what V4.1 chooses candidates by.
+
+        - block_scores: [batch x next_n, ceil(max_seq_len / 8)] of the spec's scores, NaN where a key's is, and +inf for
+          the block of each token's newest key, so that a selection takes it
+        - block_counts: int32 [batch x next_n], blocks that each token sees keys of: the lengths of a topk of
+          block_scores. Of tokens that unscored_up_to leaves out there are no scores of blocks either, so it is to be
+          no more than 8 times the blocks that are selected, which that topk then takes unread
+
+        Nothing is written behind a token's count. Returns (out, block_scores, block_counts), raises as indexer_logits.
+        """
+        if torch.compiler.is_compiling():
+            return traced.indexer_logits_blocks(
+                self.handle,
+                (q, k_cache, weights, context_lens, block_table),
+                (out, block_scores, block_counts),
+                q_scales=q_scales,
+                max_seq_len=max_seq_len,
+                unscored_up_to=unscored_up_to,
+                fill_neg_inf=fill_neg_inf,
+            )
+        tensors = BlockTensors(
+            q, k_cache, weights, context_lens, block_table, q_scales, out, block_scores, block_counts
+        )
+        scalars = (max_seq_len, unscored_up_to, fill_neg_inf)
+        repeated = False if self._checks_values else self._block_launches.repeat(*tensors, *scalars)
+        if repeated is not False:
+            return (out, block_scores, block_counts) if repeated is True else repeated  # type: ignore[return-value]
+        self._require_form("blocks", BLOCKS_METHOD)
+        fills = require_bool("fill_neg_inf", fill_neg_inf)
+        call = bind_blocks(tensors, max_seq_len, unscored_up_to, fills, self.spec, self._driver)
+        shape = call.shape
+        ordinal = self._driver.ordinal(q.device)
+        assert ordinal is not None, "a bound tensor lies on a device"
+        on = self._on(ordinal)
+        (plan,) = on.by_role[OP, BLOCKS]
+        check([TILES_GUARD], size_values(plan, shape, on.facts.sm_count))
+        if self._checks_values:
+            self._refuse_capture(ordinal)
+            if shape.tokens:
+                check_lengths(tensors.paged, int(call.arguments["most_keys"]))
+                check_pages(tensors.paged)
+        results = make_results(tensors, call, self.spec)
+        if shape.tokens:
+            part = partition_of(plan, shape, on.facts.sm_count)
+            self._launch_logits(
+                self._block_launches, plan, part, ordinal, call.arguments, tensors, scalars, results,
+                result_arguments(results),
+            )  # fmt: skip
+        return results[-3:]  # type: ignore[return-value]
 
     def indexer_logits_ragged(
         self,
@@ -250,15 +320,20 @@ class IndexerOps(OpMethods):
         part: Partition,
         ordinal: int,
         arguments: Mapping[str, Any],
-        tensors: LogitsTensors | RaggedTensors | CandidateTensors,
+        tensors: LogitsTensors | RaggedTensors | CandidateTensors | BlockTensors,
         scalars: tuple[Any, ...],
-        result: torch.Tensor,
+        result: torch.Tensor | BlockTensors,
+        results: Mapping[str, Any] | None = None,
     ) -> None:
-        """Launch the kernel of a call that has scores to write."""
+        """Launch the kernel of a call that has scores to write: into `result`, or where `results` say."""
         shared = {"unit_tokens": part.unit_tokens, "unit_count": part.unit_count, "blocks": part.blocks}
         kernel, stream = self._loader.load(plan, ordinal), self._driver.current_stream(ordinal)
-        values = {**arguments, **shared, **out_arguments(result)}
-        operands = tensors._replace(out=result)
+        if isinstance(result, torch.Tensor):
+            results, operands = out_arguments(result), tensors._replace(out=result)
+        else:
+            assert results is not None
+            operands = result
+        values = {**arguments, **shared, **results}
         call, asked = (*operands, *scalars), (*tensors, *scalars)
         launches.launch([Step(kernel, part.blocks)], stream, values, operands, call, asked)
 

@@ -19,6 +19,7 @@ from dsagen.runtime.entrances import Entrances
 from dsagen.runtime.handles import find
 from dsagen.runtime.index_cache import code_dtype, scale_dtype
 from dsagen.runtime.indexer import empty_scores, index_of, require_width
+from dsagen.runtime.indexer_blocks import block_columns
 from dsagen.runtime.kv_cache import cache_of
 from dsagen.runtime.op_signatures import by_name, into, parameters, refuse_grad
 from dsagen.runtime.sparse_decode import DecodeTensors
@@ -59,6 +60,9 @@ SCHEMAS = {
     "topk_out": f"({_TOPK}, Tensor(a!) out, {_TOPK_OPTIONS}, *, Tensor(b!)? raw=None, Tensor(c!)? counts=None) -> ()",
     "indexer_logits": f"({_LOGITS}, {_LOGITS_OPTIONS}) -> Tensor",
     "indexer_logits_out": f"({_LOGITS}, Tensor(a!) out, {_LOGITS_OPTIONS}) -> ()",
+    "indexer_logits_blocks": f"({_LOGITS}, {_LOGITS_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+    "indexer_logits_blocks_out": f"({_LOGITS}, Tensor(a!) out, Tensor(b!) block_scores, Tensor(c!) block_counts, "
+    f"{_LOGITS_OPTIONS}) -> ()",
     "indexer_logits_ragged": f"({_RAGGED}, {_RAGGED_OPTIONS}) -> Tensor",
     "indexer_logits_ragged_out": f"({_RAGGED}, Tensor(a!) out, {_RAGGED_OPTIONS}) -> ()",
     "indexer_logits_candidates": f"({_CANDIDATES}, {_CANDIDATES_OPTIONS}) -> Tensor",
@@ -168,6 +172,38 @@ def _indexer_logits(
         unscored_up_to=unscored_up_to,
         fill_neg_inf=fill_neg_inf,
         out=out,
+    )
+
+
+def _indexer_logits_blocks(
+    q: Tensor,
+    k_cache: Tensor,
+    weights: Tensor,
+    context_lens: Tensor,
+    block_table: Tensor,
+    kernels: str,
+    q_scales: Tensor | None = None,
+    max_seq_len: int | None = None,
+    unscored_up_to: int = 0,
+    fill_neg_inf: bool = False,
+    *,
+    out: Tensor | None = None,
+    block_scores: Tensor | None = None,
+    block_counts: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return find(kernels).indexer_logits_blocks(
+        q,
+        k_cache,
+        weights,
+        context_lens,
+        block_table,
+        q_scales=q_scales,
+        max_seq_len=max_seq_len,
+        unscored_up_to=unscored_up_to,
+        fill_neg_inf=fill_neg_inf,
+        out=out,
+        block_scores=block_scores,
+        block_counts=block_counts,
     )
 
 
@@ -334,6 +370,13 @@ def _fake_indexer_logits(
     return empty_scores(q, q.shape[0] * q.shape[1], width, find(kernels).spec)
 
 
+def _fake_indexer_logits_blocks(q: Tensor, *rest: Any, **named: Any) -> tuple[Tensor, Tensor, Tensor]:
+    scores = _fake_indexer_logits(q, *rest, **named)
+    rows, width = scores.shape
+    blocks = empty_scores(q, rows, block_columns(width), find(rest[4]).spec)
+    return scores, blocks, q.new_empty((rows,), dtype=torch.int32)
+
+
 def _fake_indexer_logits_ragged(
     q: Tensor,
     keys: Tensor,
@@ -398,6 +441,11 @@ _OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "topk_out": (into(_topk, 3, "out"), _fake_nothing),
     "indexer_logits": (_indexer_logits, _fake_indexer_logits),
     "indexer_logits_out": (into(_indexer_logits, 6, "out"), _fake_nothing),
+    "indexer_logits_blocks": (_indexer_logits_blocks, _fake_indexer_logits_blocks),
+    "indexer_logits_blocks_out": (
+        into(_indexer_logits_blocks, 6, "out", "block_scores", "block_counts"),
+        _fake_nothing,
+    ),
     "indexer_logits_ragged": (_indexer_logits_ragged, _fake_indexer_logits_ragged),
     "indexer_logits_ragged_out": (into(_indexer_logits_ragged, 7, "out"), _fake_nothing),
     "indexer_logits_candidates": (_indexer_logits_candidates, _fake_indexer_logits_candidates),

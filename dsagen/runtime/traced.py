@@ -114,6 +114,27 @@ def indexer_logits(handle: str, tensors: tuple[Tensor, ...], out: Tensor | None,
     return out
 
 
+def indexer_logits_blocks(
+    handle: str,
+    tensors: tuple[Tensor, ...],
+    outputs: tuple[Tensor | None, Tensor | None, Tensor | None],
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As Kernels.indexer_logits_blocks: all outputs are given, or none."""
+    out, block_scores, block_counts = outputs
+    if out is None and block_scores is None and block_counts is None:
+        made: tuple[Tensor, Tensor, Tensor] = _OPS.indexer_logits_blocks(*tensors, handle, **options)
+        return made
+    if out is None or block_scores is None or block_counts is None:
+        raise GuardError(
+            "[T-19] out, block_scores, block_counts: traced calls bring all of them or none: pass the others as well"
+        )
+    _OPS.indexer_logits_blocks_out(
+        *tensors, handle, **options, out=out, block_scores=block_scores, block_counts=block_counts
+    )
+    return out, block_scores, block_counts
+
+
 def indexer_logits_ragged(handle: str, tensors: tuple[Tensor, ...], out: Tensor | None, **options: Any) -> Tensor:
     """As Kernels.indexer_logits_ragged."""
     if out is None:

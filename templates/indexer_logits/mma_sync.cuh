@@ -39,6 +39,7 @@ struct MmaSync {
   static DSA_DEVICE void run(const Params& p, S& shared) {
     if constexpr (Unit::kFills)
       if (p.fills != 0) fill_outside<Score, Unit>(p, kThreads);
+    if constexpr (Score::kOfBlocks) count_blocks<Unit>(p, kThreads);
     Span<C, S, Params, Unit> span(p, shared);
     const int lane = ptx::thread_index() % 32, warp = static_cast<int>(ptx::shuffle(ptx::thread_index() / 32, 0));
     Ring ring(p, shared, warp, lane);

@@ -3,6 +3,7 @@
 #include "indexer_logits/key_ring.cuh"
 #include "indexer_logits/work.cuh"
 #include "prims/ptx/convert.cuh"
+#include "prims/ptx/max_nan.cuh"
 #include "prims/ptx/thread.cuh"
 #include "prims/types.cuh"
 
@@ -14,13 +15,24 @@ constexpr u32 kFillColumns = 2048;
 
 struct Fp32Score {
   using Word = float;
+  static constexpr bool kOfBlocks = false;
   static DSA_DEVICE Word of(float x) { return x; }
 };
 
 struct Bf16Score {
   using Word = u16;
+  static constexpr bool kOfBlocks = false;
   static DSA_DEVICE Word of(float x) { return static_cast<u16>(ptx::pack_bf16(x, 0.0f)); }
 };
+
+// Scores of which the largest of each candidate block are stored, too.
+template <class Score>
+struct WithBlocks : Score {
+  static constexpr bool kOfBlocks = true;
+};
+
+// Keys of a candidate block, which eight lanes have between them.
+constexpr u32 kBlockKeys = 8;
 
 // `kept` of the lane's sums, those of which lanes with the bit `distance` set keep the upper half, summed over both.
 template <int kKept>
@@ -31,6 +43,33 @@ DSA_DEVICE void exchange(float (&sums)[kKept], const float* all, int distance, i
     const float keep = upper ? all[kKept + i] : all[i], give = upper ? all[i] : all[kKept + i];
     sums[i] = keep + ptx::float_of(ptx::shuffle_xor(ptx::bits_of(give), distance));
   }
+}
+
+// The largest score of each block of the tile, NaN where one is; +inf for the block of the newest key, for a selection to take
+// it. Windows begin with key 0, and blocks that none of their keys is in are left out. Whole warps come here.
+template <class C, class Score, class Params>
+DSA_DEVICE void store_blocks(const Params& p, i64 row, u32 first_key, u32 end, const float (&own)[TileKeys<C>::kOwn],
+                             const TileKeys<C>& keys, int lane) {
+  static_assert(C::kTileKeys % kBlockKeys == 0);
+  typename Score::Word* blocks = static_cast<typename Score::Word*>(p.block_scores) + row * p.block_stride;
+#pragma unroll
+  for (int i = 0; i < TileKeys<C>::kOwn; ++i) {
+    // The lane's key is the (lane / 4)-th of its block.
+    const u32 key = first_key + TileKeys<C>::place(i, lane), block = key / kBlockKeys;
+    float largest = key < end && keys.held[i] ? own[i] * keys.scale[i] : kNegInf;
+#pragma unroll
+    for (int distance = 4; distance < 32; distance *= 2)
+      largest = ptx::max_nan(largest, ptx::float_of(ptx::shuffle_xor(ptx::bits_of(largest), distance)));
+    if (lane < 4 && key < end) blocks[block] = Score::of(block == (end - 1) / kBlockKeys ? -kNegInf : largest);
+  }
+}
+
+// How many blocks each token sees keys of, scored or not.
+template <class Units, class Params>
+DSA_DEVICE void count_blocks(const Params& p, u32 threads) {
+  const u64 rows = Units::rows(p);
+  for (u64 row = ptx::block_index() * threads + ptx::thread_index(); row < rows; row += p.blocks * threads)
+    p.block_counts[row] = static_cast<i32>((Units::columns(p, row).end + kBlockKeys - 1) / kBlockKeys);
 }
 
 // The scores of a tile for one token, of sums over the heads of a lane's columns: summed over the four lanes of a row, each
@@ -48,6 +87,7 @@ DSA_DEVICE void store_scores(const Params& p, i64 row, u32 first_key, Window win
     const u32 key = first_key + TileKeys<C>::place(i, lane);
     if (key >= window.begin && key < window.end) scores[key - origin] = Score::of(keys.held[i] ? own[i] * keys.scale[i] : kNegInf);
   }
+  if constexpr (Score::kOfBlocks) store_blocks<C, Score>(p, row, first_key, window.end, own, keys, lane);
 }
 
 // -inf into all columns but those of each row's window, shared by the blocks of the grid.

@@ -167,8 +167,9 @@ def test_every_kernel_of_the_indexer_compiles_as_planned(arch: str) -> None:
     turn = list(ARCHS).index(arch)
     index = {"heads": 64, "dim": (128, 64, 32)[turn // 2 % 3], "keys": ("mxfp8", "mxfp4")[turn % 2]}
     plans += expand(load_spec("v32_indexer_h128").replace(archs=[arch], index=index)).plans()
-    # Of keys in one piece those of a format, by turns as well, and on every fourth arch of candidate blocks.
-    forms = ["ragged", "candidates"] if turn % 4 == 0 else ["ragged"]
+    # Of keys in one piece those of a format, by turns as well, and on every fourth arch of candidate blocks, or with
+    # their scores.
+    forms = (["ragged", "candidates"], ["ragged", "blocks"], ["ragged"], ["ragged"])[turn % 4]
     ragged = {**index, "keys": list(INDEX_FORMATS)[turn % 3], "dim": 128, "forms": forms}
     plans += expand(load_spec("v32_indexer_h128").replace(archs=[arch], index=ragged)).plans()
     require_as_planned(tuple(plans), arch)

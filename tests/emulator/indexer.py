@@ -11,6 +11,8 @@ from decode import Kernel
 from ptx_texts import ptx_of
 
 from dsagen.arch import arch as arch_row
+from dsagen.check.block_cases import BlockCase
+from dsagen.check.block_run import BlockRun
 from dsagen.check.candidate_cases import CandidateCase
 from dsagen.check.candidate_run import CandidateRun
 from dsagen.check.indexer_cases import LogitsCase
@@ -25,6 +27,8 @@ from dsagen.matrix import expand
 from dsagen.plan import Variant
 from dsagen.runtime.emulated import EmulatorDriver
 from dsagen.runtime.indexer import FORM, LogitsTensors, bind, out_arguments
+from dsagen.runtime.indexer_blocks import FORM as BLOCKS_FORM
+from dsagen.runtime.indexer_blocks import BlockTensors, bind_blocks, result_arguments
 from dsagen.runtime.indexer_candidates import FORM as CANDIDATES_FORM
 from dsagen.runtime.indexer_candidates import CandidateTensors, bind_candidates
 from dsagen.runtime.indexer_ragged import FORM as RAGGED_FORM
@@ -169,6 +173,65 @@ class EmulatedRagged:
             values |= {"keys": base, "key_stride_bytes": self.key_stride_bytes}
         self.kernel.launch(part.blocks, values, memory, self.seed, self.schedule)
         return out
+
+
+@cache
+def blocks_spec(arch: str, dim: int = 128, scores: str = "fp32", keys: str = "fp8") -> DeploymentSpec:
+    index = {"heads": 16, "dim": dim, "keys": keys, "forms": ["blocks"]}
+    return spec_of(arch).replace(index=index, scores=scores)
+
+
+@dataclass(frozen=True)
+class EmulatedBlocks:
+    """As EmulatedIndexer, with scores of candidate blocks."""
+
+    spec: DeploymentSpec
+    kernel: Kernel
+    seed: int = 0
+    schedule: str | None = None
+    sms: int = 1
+
+    def prepare(self) -> None:
+        pass
+
+    def indexer_logits_blocks(
+        self,
+        *tensors: torch.Tensor,
+        out: torch.Tensor,
+        block_scores: torch.Tensor,
+        block_counts: torch.Tensor,
+        unscored_up_to: int,
+        fill_neg_inf: bool,
+        q_scales: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        given = BlockTensors(*tensors, q_scales, out, block_scores, block_counts)
+        driver = EmulatorDriver(arch_row(self.spec.archs[0]))
+        shape, arguments = bind_blocks(given, None, unscored_up_to, fill_neg_inf, self.spec, driver)
+        part = partition_of(self.kernel.plan, shape, self.sms)
+        shared = {"unit_tokens": part.unit_tokens, "unit_count": part.unit_count, "blocks": part.blocks}
+        values: dict[str, Any] = {**arguments, **shared, **result_arguments(given)}
+        memory = Memory()
+        for parameter, name in BLOCKS_FORM.addresses.items():
+            tensor = getattr(given, str(name))
+            if tensor is None:
+                continue
+            whole, writable = (
+                torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()),
+                name in BLOCKS_FORM.outputs,
+            )
+            address = memory.add(str(name), whole, writable=writable, initialised=not writable)
+            values[parameter] += address - whole.data_ptr()
+        self.kernel.launch(part.blocks, values, memory, self.seed, self.schedule)
+        return out, block_scores, block_counts
+
+
+def blocks_problem(case: BlockCase, indexer: EmulatedBlocks) -> str:
+    """What the check says of a case, empty where the kernel is right."""
+    try:
+        BlockRun(case, lambda _: indexer, torch.device("cpu"), 7).run()
+    except WrongResultError as error:
+        return str(error)
+    return ""
 
 
 @cache

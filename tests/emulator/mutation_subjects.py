@@ -35,6 +35,7 @@ from dsagen.dependent import is_dependent
 from dsagen.errors import EmulatorError
 from dsagen.families.indexer_logits import hopper as logits_hopper
 from dsagen.families.indexer_logits.family import hopper_takes
+from dsagen.families.indexer_logits.op import BLOCKS
 from dsagen.families.kv_cache.reference import convert_reference, read_reference, write_reference
 from dsagen.families.sparse_decode import family as decode_family
 from dsagen.families.sparse_decode import hopper
@@ -78,6 +79,7 @@ def variants() -> dict[str, Variant]:
     """Every kind of kernel of the shipped specs on the archs, by slug.
 
     Kernels of several KV heads are those of one behind other addresses, and nothing in them orders anything else.
+    Nor do scores of candidate blocks beside the logits.
     Dependent forms are those by themselves behind a wait, which test_overlapping_steps.py takes away.
     """
     smallest: dict[tuple[object, ...], Variant] = {}
@@ -85,7 +87,7 @@ def variants() -> dict[str, Variant]:
         spec = load_spec(name)
         cells = [cell for arch in ARCHS for op in spec.ops for cell in family_of_op(op).expand(spec, arch_row(arch))]
         for variant in (cell.variant for cell in cells if cell.variant is not None and cell.kept):
-            if "kvh" in dict(variant.axes) or is_dependent(variant):
+            if "kvh" in dict(variant.axes) or is_dependent(variant) or variant.kernel == BLOCKS:
                 continue
             kind = (variant.family, variant.kernel, variant.body, variant.arch)
             key = (*kind, *(axis for axis in variant.axes if axis[0] not in _SIZES))

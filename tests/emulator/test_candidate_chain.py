@@ -1,7 +1,4 @@
-"""V4.1's two levels on the emulator: all keys scored, the best blocks selected, and ids from these alone.
-
-Scores of blocks are made of the logits in torch, which no kernel does.
-"""
+"""V4.1's two levels on the emulator: all keys scored, the best blocks selected, and ids from these alone."""
 
 from __future__ import annotations
 
@@ -49,8 +46,9 @@ def test_ids_are_the_best_of_the_best_blocks(kernels: tuple[dsagen.Kernels, dsag
     inputs = make_inputs(case, record, index, torch.Generator().manual_seed(5))
     limits = limits_reference(inputs.context_lens, 5, 2, WIDTH).flatten()
 
-    scores = indexer.indexer_logits(*inputs.tensors, max_seq_len=WIDTH, **inputs.named)
-    of_blocks, counts = block_scores_reference(scores, limits, BLOCK)
+    _, of_blocks, counts = indexer.indexer_logits_blocks(
+        *inputs.tensors, max_seq_len=WIDTH, unscored_up_to=BLOCK * BLOCKS, **inputs.named
+    )
     blocks = select.topk(of_blocks, k=BLOCKS, lengths=counts, determinism="order")
     compact = indexer.indexer_logits_candidates(*inputs.tensors, blocks, **inputs.named)
     ids = select.topk(compact, k=K, candidate_blocks=blocks, drop_neg_inf=True, determinism="order")

@@ -71,7 +71,7 @@ RAGGED_CORE = (
     r"|graph|alone)"
 )
 CANDIDATES_CORE = (
-    r"logits\.contents\..*|candidates\.(contents\.(special|large)|list\.(wild\.block16|many)|length\.beyond|place\.(strided|wild)"
+    r"blocks\.(contents\.special|length\.unscored|place\.wild|graph)|candidates\.(contents\.(special|large)|list\.(wild\.block16|many)|length\.beyond|place\.(strided|wild)"
     r"|shape\.(heads24|slots9)|graph|alone)"
 )
 SMALL_GQA: Mapping[str, Any] = {"heads": 8, "kv_heads": 2}

@@ -15,6 +15,7 @@ import torch
 
 from dsagen.arch import arch
 from dsagen.build import find_toolchain
+from dsagen.check.block_cases import BlockCase
 from dsagen.check.candidate_cases import CandidateCase
 from dsagen.check.cases import DecodeCase, ExtraCase
 from dsagen.check.index_cases import Action as IndexAction
@@ -56,6 +57,7 @@ CASES: tuple[Case, ...] = (
     TopkCase("golden.many", 133, 17_001, 64),
     TopkCase("golden.long", 70, 70_000, 64),
     LogitsCase("golden", 2, 2, 1000, 64, lengths=Lengths.WHOLE),
+    BlockCase("golden", LogitsCase("", 2, 2, 1000, 64, lengths=Lengths.WHOLE)),
     *(IndexCacheCase(f"golden.{action}", action) for action in IndexAction),
     RaggedCase("golden", 21, 1000, windows=RaggedWindows.PROMPTS),
     CandidateCase("golden", LogitsCase("", 2, 2, 1000, 64), 120),
@@ -86,7 +88,7 @@ def fitted(case: Case, spec: DeploymentSpec) -> Case:
     return replace(case, topk=min(case.topk, spec.topk), extra=extra)
 
 
-_FORMS = {LogitsCase: "paged", RaggedCase: "ragged", CandidateCase: "candidates"}
+_FORMS = {LogitsCase: "paged", RaggedCase: "ragged", CandidateCase: "candidates", BlockCase: "blocks"}
 
 
 def reaches(spec: DeploymentSpec, case: Case) -> bool:

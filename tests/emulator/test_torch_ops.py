@@ -174,6 +174,11 @@ def candidates_call() -> tuple[tuple[Tensor, ...], dict[str, Any]]:
     return tensors, {"q_scales": ones(2, 1, 32)}
 
 
+def blocks_call() -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    (_, *others, _), options = candidates_call()
+    return (fp4(2, 1, 32, 64), *others), {**options, "max_seq_len": 41, "fill_neg_inf": True}
+
+
 def chain_call() -> dict[str, Tensor]:
     """Two tokens of one request, of which the last one sees all keys."""
     return {
@@ -216,6 +221,13 @@ CALLS: dict[str, tuple[str, Callable[[str], tuple[tuple[Any, ...], dict[str, Any
     ),
     "indexer_logits": ("indexer", lambda h: with_handle(logits_call(), h)),
     "indexer_logits_out": ("indexer", lambda h: with_handle(logits_call(), h, out=torch.zeros(2, 41))),
+    "indexer_logits_blocks": ("candidates", lambda h: with_handle(blocks_call(), h)),
+    "indexer_logits_blocks_out": (
+        "candidates",
+        lambda h: with_handle(
+            blocks_call(), h, out=torch.zeros(2, 41), block_scores=torch.zeros(2, 6), block_counts=lengths(0, 0)
+        ),
+    ),
     "indexer_logits_ragged": ("indexer", lambda h: with_handle(ragged_call(), h)),
     "indexer_logits_ragged_out": (
         "indexer",

@@ -48,6 +48,13 @@ def ragged_tensors():
     }
 
 
+def block_tensors():
+    """With scores of candidate blocks, for CANDIDATES."""
+    rows = _BATCH * _TOKENS
+    of_pages = {name: tensor for name, tensor in candidate_tensors_of_pages().items() if name != "candidate_blocks"}
+    return {**of_pages, "block_scores": torch.zeros(rows, 5), "block_counts": _ints(rows)}
+
+
 def candidate_tensors_of_pages():
     """Of keys in candidate blocks, for CANDIDATES."""
     rows = _BATCH * _TOKENS

@@ -90,7 +90,7 @@ def test_one_op_of_several_keeps_what_it_reads() -> None:
         (YAML + "index: {forms: ragged}\n", "f.yaml:5: index.forms = 'ragged': must be a list: write [ragged]"),
         (
             YAML + "index: {forms: [rows]}\n",
-            "f.yaml:5: index.forms[0] = 'rows': is not allowed: must be 'paged', 'ragged' or",
+            "f.yaml:5: index.forms[0] = 'rows': is not allowed: must be 'paged', 'blocks', 'ragged' or",
         ),
         (YAML + "index: {forms: [ragged, paged, paged]}\n", "f.yaml:5: index.forms[2] = 'paged': is listed twice"),
         (YAML + "index: {forms: {paged: 1}}\n", "f.yaml:5: index.forms = {'paged': 1}: must be a list of names"),
@@ -217,6 +217,7 @@ def test_a_spec_has_a_kernel_for_each_form_of_keys() -> None:
     assert kernels() == kernels(forms=["paged"]) == ["main"]
     assert kernels(forms=["ragged", "paged"]) == ["ragged", "main"]
     assert kernels(forms=["candidates"]) == ["candidates"]
+    assert kernels(forms=["paged", "blocks"]) == ["main", "blocks"]
     spec = load_spec({**SPEC, "index": {"forms": ["ragged"], "keys": "mxfp4"}})
     assert parse_spec(spec.to_yaml()) == spec
 

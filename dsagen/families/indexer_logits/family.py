@@ -24,7 +24,7 @@ from dsagen.families.indexer_logits.guards import (
     RAGGED_WARPGROUP_GUARDS,
     WARPGROUP_GUARDS,
 )
-from dsagen.families.indexer_logits.op import FORMS, PAGED, RAGGED, ROLES
+from dsagen.families.indexer_logits.op import BLOCKS, FORMS, PAGED, RAGGED, ROLES
 from dsagen.families.indexer_logits.params import params_of
 from dsagen.family import Cell
 from dsagen.guard import Guard, check
@@ -123,6 +123,9 @@ def plan_main(variant: Variant, geometry: Geometry | None = None) -> KernelPlan:
     check(PLAN_GUARDS, values, variant.slug)
     body = "indexer_logits::MmaSync<Constants, SharedStorage, Codes, Score, Places, Params>"
     places, places_header = PLACES_CPP[form]
+    score = SCORE_CPP[str(variant.axis("score"))]
+    if variant.kernel == BLOCKS:
+        score = f"indexer_logits::WithBlocks<{score}>"
     return KernelPlan(
         variant=variant,
         constants=(
@@ -138,7 +141,7 @@ def plan_main(variant: Variant, geometry: Geometry | None = None) -> KernelPlan:
         types=(
             TypeAlias("Codes", CODES_CPP[record.format_id], "indexer_logits/codes.cuh"),
             TypeAlias("Places", f"indexer_logits::{places}<Constants, Params>", f"indexer_logits/{places_header}"),
-            TypeAlias("Score", SCORE_CPP[str(variant.axis("score"))], "indexer_logits/store.cuh"),
+            TypeAlias("Score", score, "indexer_logits/store.cuh"),
             TypeAlias("Body", body, "indexer_logits/mma_sync.cuh"),
         ),
         threads=g.threads,

@@ -19,6 +19,7 @@ SCORE_CPP: Mapping[str, str] = {"fp32": "indexer_logits::Fp32Score", "bf16": "in
 # Where kernels for keys in a form find them, and the header that has it.
 PLACES_CPP: Mapping[str, tuple[str, str]] = {
     "paged": ("PagedKeys", "key_places.cuh"),
+    "blocks": ("PagedKeys", "key_places.cuh"),
     "ragged": ("ContiguousKeys", "key_places.cuh"),
     "candidates": ("CandidateKeys", "candidates.cuh"),
 }

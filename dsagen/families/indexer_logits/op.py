@@ -27,10 +27,13 @@ from dsagen.plan import KernelPlan
 
 SIZE_GUARDS = (TOKENS_GUARD, WIDTH_GUARD, TILES_GUARD)
 RAGGED_SIZE_GUARDS = (RAGGED_TOKENS_GUARD, KEY_COUNT_GUARD, RAGGED_TILES_GUARD)
-# The kernels for keys in pages, in one piece, and in candidate blocks of pages.
-PAGED, RAGGED, CANDIDATES = "main", "ragged", "candidates"
+# The kernels for keys in pages, the same with scores of candidate blocks, for keys in one piece, and for those of
+# candidate blocks alone.
+PAGED, BLOCKS, RAGGED, CANDIDATES = "main", "blocks", "ragged", "candidates"
+# Keys of a block whose scores BLOCKS gives.
+BLOCK_KEYS = 8
 # Kernels by the form that keys have, and forms by kernel.
-ROLES: Mapping[str, str] = {"paged": PAGED, "ragged": RAGGED, "candidates": CANDIDATES}
+ROLES: Mapping[str, str] = {"paged": PAGED, "blocks": BLOCKS, "ragged": RAGGED, "candidates": CANDIDATES}
 FORMS: Mapping[str, str] = {role: form for form, role in ROLES.items()}
 # Keys of a candidate block.
 BLOCK_SIZES = (8, 16)

@@ -58,6 +58,12 @@ CANDIDATE_PARAMS = (
     ParamField("block_shift", "u32", "log2 of the keys of a block"),
     ParamField("blocks", "u32", "blocks of the grid"),
 )
+BLOCK_PARAMS = (
+    *PAGED_PARAMS,
+    ParamField("block_scores", "pointer", "[tokens, blocks] of the variant's dtype: the largest of 8 scores", "void"),
+    ParamField("block_stride", "i64", "distance between rows of block_scores"),
+    ParamField("block_counts", "pointer", "int32 [tokens], blocks that each token sees keys of", "i32"),
+)
 PAGED_SCALE_PARAMS: tuple[ParamField, ...] = (
     ParamField("q_scales", "pointer", "words of ue8m0 [batch, next_n, heads], last dim contiguous", "const u32"),
     ParamField("q_scale_stride_b", "i64", "distance between requests"),
@@ -95,6 +101,7 @@ RAGGED_SCALE_PARAMS: tuple[ParamField, ...] = (
 _BY_FORM: Mapping[str, tuple[tuple[ParamField, ...], tuple[ParamField, ...]]] = {
     "paged": (PAGED_PARAMS, PAGED_SCALE_PARAMS),
     "ragged": (RAGGED_PARAMS, RAGGED_SCALE_PARAMS),
+    "blocks": (BLOCK_PARAMS, PAGED_SCALE_PARAMS),
     "candidates": (CANDIDATE_PARAMS, PAGED_SCALE_PARAMS),
 }
 

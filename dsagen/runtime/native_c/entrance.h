@@ -4,7 +4,7 @@
 
 #include "routes.h"
 
-enum { kMostParameters = 24, kHandle = -1, kAbsent = -2, kMostReturned = 2 };
+enum { kMostParameters = 24, kHandle = -1, kAbsent = -2, kMostReturned = 3 };
 
 typedef struct {
   PyObject_HEAD
