@@ -86,6 +86,8 @@ _INDEX_FORMAT_NAMES: Any = list(INDEX_FORMATS)
 _RULE_NAMES: Any = [COPY, *WRITE_RULES]
 _INDEX_RULE_NAMES: Any = list(INDEX_RULES)
 
+# Of a token, where a spec scores blocks.
+MAX_CANDIDATE_BLOCKS = 4096
 IndexForm = Literal["paged", "blocks", "ragged", "candidates"]
 Capacity = Annotated[int, Field(ge=1, le=MAX_TOPK)]
 
@@ -323,6 +325,12 @@ class DeploymentSpec(_Part):
     def extra_topk(self) -> int:
         """Capacity of the second cache's index row, in columns; 0 without one."""
         return self.extra_kv.topk if self.extra_kv else 0
+
+    @property
+    def most_selected(self) -> int:
+        """Slots that a top-k may have: of a selection of tokens, or of candidate blocks where these are scored."""
+        scores_blocks = self.index is not None and "blocks" in self.index.forms
+        return max(self.selected_topk, MAX_CANDIDATE_BLOCKS if scores_blocks else 0)
 
     @property
     def selected_topk(self) -> int:

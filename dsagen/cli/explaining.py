@@ -158,7 +158,7 @@ def _topk_lines(selection: Selection, rows: int, topk: int | None, width: int | 
         raise SpecError("explain --batch: which kernel takes a call of topk depends on its rows: give --width")
     lines: list[str] = []
     for name in archs:
-        shape = TopkShape(rows, width or 0, topk or spec.selected_topk, spec.selected_topk)
+        shape = TopkShape(rows, width or 0, topk or spec.selected_topk, spec.most_selected)
         title, count = _multiprocessors(selection, name, sms)
         lines.append(title)
         if count is not None:

@@ -271,8 +271,8 @@ class Kernels(CacheOps, IndexCacheOps, StepOps):
             tokens = require_int("batch", batch), require_int("s_q", s_q)
             return f"{head}\n{self._explain_logits(kernels.ordinal, *tokens, _required_width(op, width))}"
         if op == TOPK_OP:
-            capacity = self.spec.selected_topk
-            slots = capacity if topk is None else require_int("topk", topk)
+            capacity = self.spec.most_selected
+            slots = self.spec.selected_topk if topk is None else require_int("topk", topk)
             columns = _required_width(op, width)
             rows = require_int("batch", batch) * require_int("s_q", s_q)
             wanted = TopkShape(rows, columns, slots, capacity)

@@ -10,14 +10,16 @@ import torch
 from dsagen.arch import arch as arch_row
 from dsagen.dependent import CHAIN_OPS, has_chain
 from dsagen.errors import FrozenError, GuardError
+from dsagen.families.indexer_logits.op import BLOCK_KEYS, LogitsShape, size_values
 from dsagen.families.indexer_logits.op import SIZE_GUARDS as LOGITS_SIZES
-from dsagen.families.indexer_logits.op import LogitsShape, size_values
 from dsagen.guard import check, rename, require_bool, require_int
 from dsagen.runtime import traced
 from dsagen.runtime.decode_ops import DecodeOps
-from dsagen.runtime.indexer import index_of
+from dsagen.runtime.indexer import SCORE_DTYPES, index_of
+from dsagen.runtime.indexer_blocks import block_columns
 from dsagen.runtime.indexer_ops import IndexerOps
 from dsagen.runtime.plan_cache import PlanCache
+from dsagen.runtime.step_candidates import USE, CandidateLevel, make_level, require_level
 from dsagen.runtime.step_checks import (
     StepIndex,
     lengths_of_tokens,
@@ -36,8 +38,13 @@ if TYPE_CHECKING:
 
 STEP = "decode_step"
 # What a stage calls the tensors that a step has by other names.
-_INDEXER_NAMES = {"q": "index_q", "k_cache": "index_cache", "q_scales": "index_q_scales"}
-_TOPK_NAMES = {"page_table": "kv_block_table", "lengths": "context_lens"}
+_STEP_NAMES = {
+    "q": "index_q",
+    "k_cache": "index_cache",
+    "q_scales": "index_q_scales",
+    "page_table": "kv_block_table",
+    "lengths": "context_lens",
+}
 
 
 class StepOps(IndexerOps, TopkOps, DecodeOps):
@@ -60,6 +67,7 @@ class StepOps(IndexerOps, TopkOps, DecodeOps):
         block_table: torch.Tensor | None = None,
         kv_block_table: torch.Tensor | None = None,
         reuse_ids: bool = False,
+        candidates: str | None = None,
         indices: torch.Tensor | None = None,
         topk_length: torch.Tensor | None = None,
         extra_k_cache: torch.Tensor | None = None,
@@ -83,6 +91,8 @@ class StepOps(IndexerOps, TopkOps, DecodeOps):
           pages of both caches, which then have the same page size, and as many pages
         - reuse_ids: attend to what the plan's last call selected, as layers do that share an indexer; the arguments of
           the indexer and the tables are then left out
+        - candidates: of a plan with candidate blocks, "choose" for the layer that chooses each token's best blocks of 8
+          keys, by the scores of all, and "use" for layers that score the keys of these alone (V4.1)
         - the others as in sparse_decode. With a second cache in the spec, selected tokens are that one's,
           `extra_k_cache`, and `indices` and `topk_length` are the list over `k_cache`, the window
 
@@ -101,6 +111,11 @@ class StepOps(IndexerOps, TopkOps, DecodeOps):
             "softmax_scale": softmax_scale,
         }
         if torch.compiler.is_compiling():
+            if candidates is not None:
+                raise GuardError(
+                    "[T-19] candidates: no op of torch takes them: call decode_step outside of the graph, or the op of "
+                    "each stage"
+                )
             window = {"indices": indices, "topk_length": topk_length}
             one_cache, d_v = self.spec.extra_kv is None, self.spec.dims.d_v
             return traced.decode_step(
@@ -111,11 +126,16 @@ class StepOps(IndexerOps, TopkOps, DecodeOps):
         require_window(self.spec.extra_kv is not None, indices, topk_length, extra_k_cache)
         if require_bool("reuse_ids", reuse_ids):
             require_reuse(plan, given)
+            if candidates is not None:
+                raise GuardError("[T-22] candidates: given with reuse_ids, which selects nothing: leave either out")
             plan.claim(self._driver.current_stream(plan._ordinal))
         else:
             page_size = page_size_of(plan, given, q, k_cache if self.spec.extra_kv is None else extra_k_cache)
             plan.claim(self._driver.current_stream(plan._ordinal))
-            self._select(plan, given, page_size, plan.flat_ids, plan.flat_counts)
+            if candidates is None:
+                self._select(plan, given, page_size, plan.flat_ids, plan.flat_counts)
+            else:
+                self._select_by_blocks(plan, given, page_size, candidates)
             plan.has_ids = True
         attention = plan.attention if reuse_ids else plan.following
         lists = self._lists((plan.ids, plan.counts), indices, topk_length)
@@ -198,6 +218,7 @@ class StepOps(IndexerOps, TopkOps, DecodeOps):
         num_splits: int | None = None,
         determinism: str | None = None,
         overlap: bool | None = None,
+        candidate_blocks: int | None = None,
         workspace: torch.Tensor | None = None,
         device: Device | None = None,
     ) -> DecodeStepPlan:
@@ -208,7 +229,8 @@ class StepOps(IndexerOps, TopkOps, DecodeOps):
         with a second cache `window` is the width of `indices`, likewise. `num_splits` is as in plan_sparse_decode,
         `determinism` as in topk: "order" by default where the spec asks for batch invariance, else "set". `overlap`
         places blocks of top-k and attention while the stage before them ends (programmatic dependent launch), by
-        default where the arch has it; results are the same. `workspace` is uint8 memory of
+        default where the arch has it; results are the same. `candidate_blocks` are how many blocks of 8 keys a layer
+        chooses for each token (V4.1: 2048), for which the plan allocates memory. `workspace` is uint8 memory of
         `decode_step_workspace_bytes` that serves nothing else; without it the plan allocates its own. Loads kernels
         that are not loaded yet. GuardError for sizes past a limit, FrozenError during graph capture.
         """
@@ -230,7 +252,20 @@ class StepOps(IndexerOps, TopkOps, DecodeOps):
         selection = self._make_topk_plan((shape.rows, max_seq_len, shape.k), parts[0], ordinal, overlaps)
         attention = self._decode_plans((batch, next_n, *widths), num_splits, parts[1], ordinal, overlaps)
         stages = (selection, *attention)
-        return DecodeStepPlan(self.spec, self._driver, ordinal, shape, layout, memory, stages, determinism)
+        level = None if candidate_blocks is None else self._candidate_level(shape, candidate_blocks, ordinal, overlaps)
+        return DecodeStepPlan(self.spec, self._driver, ordinal, shape, layout, memory, stages, determinism, level)
+
+    def _candidate_level(self, shape: StepShape, wanted: int, ordinal: int, overlaps: bool) -> CandidateLevel:
+        for form in ("blocks", "candidates"):
+            self._require_form(form, "candidate_blocks")
+        if require_int("candidate_blocks", wanted) < 1:
+            raise GuardError(f"[T-22] candidate_blocks: {wanted}: a token has 1 at least: leave it out for none")
+        columns = block_columns(shape.max_seq_len)
+        slots = min(wanted, columns)
+        choosing = self._make_topk_plan((shape.rows, columns, slots), None, ordinal, is_dependent=False)
+        inside = self._make_topk_plan((shape.rows, slots * BLOCK_KEYS, shape.k), None, ordinal, overlaps)
+        dtype = SCORE_DTYPES[str(self.spec.scores)]
+        return make_level(self._driver, ordinal, shape, slots, dtype, (choosing, inside))
 
     def decode_step_workspace_bytes(
         self,
@@ -274,41 +309,96 @@ class StepOps(IndexerOps, TopkOps, DecodeOps):
         self, plan: DecodeStepPlan, given: StepIndex, page_size: int, ids: torch.Tensor, counts: torch.Tensor
     ) -> None:
         """Scores into the plan, and what top-k makes of them into ids [rows, k] and counts [rows]."""
-        shape = plan.shape
-        lengths = given.context_lens
+        index = self._index_of(plan, given)
+        try:
+            self.indexer_logits(*index, q_scales=given.index_q_scales, unscored_up_to=plan.shape.k, out=plan.scores)
+            self._select_scored(plan, given, index[3].view(-1), page_size, ids, counts)
+        except GuardError as error:
+            raise rename(error, _STEP_NAMES) from None
+
+    def _select_by_blocks(self, plan: DecodeStepPlan, given: StepIndex, page_size: int, candidates: str) -> None:
+        """As `_select`, of a layer that chooses candidate blocks, or of one that scores those that were chosen."""
+        level = require_level(plan.candidates, candidates, page_size)
+        try:
+            if candidates == USE:
+                self._select_inside(plan, given, level)
+            else:
+                self._choose_blocks(plan, given, level, page_size)
+        except GuardError as error:
+            raise rename(error, _STEP_NAMES) from None
+
+    def _select_inside(self, plan: DecodeStepPlan, given: StepIndex, level: CandidateLevel) -> None:
+        index = self._index_of(plan, given)
+        self.indexer_logits_candidates(*index, level.blocks, q_scales=given.index_q_scales, out=level.compact)
+        self.topk(
+            level.compact,
+            k=plan.shape.k,
+            page_table=level.pages,
+            page_size=BLOCK_KEYS,
+            drop_neg_inf=True,
+            determinism=plan.determinism,
+            plan=level.inside,
+            out=plan.flat_ids,
+            counts=plan.flat_counts,
+        )
+
+    def _choose_blocks(self, plan: DecodeStepPlan, given: StepIndex, level: CandidateLevel, page_size: int) -> None:
+        index = self._index_of(plan, given)
+        self.indexer_logits_blocks(
+            *index,
+            q_scales=given.index_q_scales,
+            # What neither selection reads of a token is not scored.
+            unscored_up_to=min(plan.shape.k, BLOCK_KEYS * level.slots),
+            out=plan.scores,
+            block_scores=level.block_scores,
+            block_counts=level.block_counts,
+        )
+        self.topk(
+            level.block_scores,
+            k=level.slots,
+            lengths=level.block_counts,
+            page_table=_kv_table(given),
+            page_size=page_size // BLOCK_KEYS,
+            table_of_row=plan.row_tables,
+            determinism="order",
+            plan=level.choosing,
+            out=level.pages,
+            raw=level.blocks,
+        )
+        level.is_chosen = True
+        self._select_scored(plan, given, index[3].view(-1), page_size, plan.flat_ids, plan.flat_counts)
+
+    def _index_of(self, plan: DecodeStepPlan, given: StepIndex) -> tuple[Any, Any, Any, torch.Tensor, Any]:
+        """What the indexer takes: with lengths of each token where a request has several."""
+        lengths: Any = given.context_lens
         if self._poisons:
             plan.poison()
-        if shape.next_n > 1 and isinstance(lengths, torch.Tensor) and lengths.dim() == 1:
+        if plan.shape.next_n > 1 and isinstance(lengths, torch.Tensor) and lengths.dim() == 1:
             lengths = lengths_of_tokens(plan, lengths)
-        try:
-            self.indexer_logits(
-                given.index_q,  # type: ignore[arg-type]
-                given.index_cache,  # type: ignore[arg-type]
-                given.weights,  # type: ignore[arg-type]
-                lengths,  # type: ignore[arg-type]
-                given.block_table,  # type: ignore[arg-type]
-                q_scales=given.index_q_scales,
-                unscored_up_to=shape.k,
-                out=plan.scores,
-            )
-        except GuardError as error:
-            raise rename(error, _INDEXER_NAMES) from None
-        assert lengths is not None, "the indexer has refused it"
-        try:
-            self.topk(
-                plan.scores,
-                k=shape.k,
-                lengths=lengths.view(-1),
-                page_table=given.block_table if given.kv_block_table is None else given.kv_block_table,
-                page_size=page_size,
-                table_of_row=plan.row_tables,
-                determinism=plan.determinism,
-                plan=plan.selection,
-                out=ids,
-                counts=counts,
-            )
-        except GuardError as error:
-            raise rename(error, _TOPK_NAMES) from None
+        return given.index_q, given.index_cache, given.weights, lengths, given.block_table
+
+    def _select_scored(
+        self,
+        plan: DecodeStepPlan,
+        given: StepIndex,
+        lengths: torch.Tensor,
+        page_size: int,
+        ids: torch.Tensor,
+        counts: torch.Tensor,
+    ) -> None:
+        """Ids [rows, k] and counts [rows] of what the plan has scores of."""
+        self.topk(
+            plan.scores,
+            k=plan.shape.k,
+            lengths=lengths,
+            page_table=_kv_table(given),
+            page_size=page_size,
+            table_of_row=plan.row_tables,
+            determinism=plan.determinism,
+            plan=plan.selection,
+            out=ids,
+            counts=counts,
+        )
 
     def _step_shape(
         self, batch: int, next_n: int, max_seq_len: int, k: int | None, window: int | None, device: Device | None
@@ -375,3 +465,8 @@ class StepOps(IndexerOps, TopkOps, DecodeOps):
                 f"workspace of the step: {layout.total_bytes} B, {layout.ids} B of them scores",
             )
         )
+
+
+def _kv_table(given: StepIndex) -> torch.Tensor | None:
+    """Pages of the KV cache."""
+    return given.block_table if given.kv_block_table is None else given.kv_block_table

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import NoReturn, SupportsIndex
+from typing import TYPE_CHECKING, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from dsagen.runtime.sparse_decode import SparseDecodePlan
 from dsagen.runtime.tensors import TensorRule, require, require_device, require_memory, require_plain
 from dsagen.runtime.topk_plan import TopkPlan
 from dsagen.spec import DeploymentSpec
+
+if TYPE_CHECKING:
+    from dsagen.runtime.step_candidates import CandidateLevel
 
 # Parts of the workspace begin at multiples of what allocations do, which every stage takes.
 ALIGNMENT_BYTES = 512
@@ -84,6 +87,7 @@ class DecodeStepPlan:
         workspace: Tensor,
         stages: tuple[TopkPlan, SparseDecodePlan, SparseDecodePlan],
         determinism: str,
+        candidates: CandidateLevel | None = None,
     ) -> None:
         self.spec, self.shape, self.determinism = spec, shape, determinism
         self.device = driver.torch_device(ordinal)
@@ -108,6 +112,8 @@ class DecodeStepPlan:
         self.behind = torch.arange(shape.next_n - 1, -1, -1, dtype=torch.int32, device=self.device)
         self._set_constants()
         self.has_ids = False
+        # What layers share of candidate blocks, where the plan is for any.
+        self.candidates = candidates
         # Page sizes by the shapes of calls whose stages fit each other: few, since caches and tables keep theirs.
         self.page_sizes: dict[tuple[object, ...], int] = {}
         self._stream: int | None = None
@@ -143,6 +149,8 @@ class DecodeStepPlan:
             self.selection.rebind()
             self.attention.rebind()
             self.following.rebind()
+            if self.candidates is not None:
+                self.candidates.rebind()
 
     def _set_constants(self) -> None:
         self.ids.fill_(-1)

@@ -150,7 +150,7 @@ def shape_of(t: TopkTensors, k: int, spec: DeploymentSpec) -> TopkShape:
     aligned = (t.scores.data_ptr() | (t.scores.stride(0) * t.scores.element_size() if rows > 1 else 0)) % 16 == 0
     assert spec.scores is not None
     lead = 0 if aligned and t.starts is None else most_lead(spec.scores)
-    return TopkShape(rows, width, k, spec.selected_topk, lead)
+    return TopkShape(rows, width, k, spec.most_selected, lead)
 
 
 def output_arguments(t: TopkTensors, out: torch.Tensor) -> dict[str, Number]:

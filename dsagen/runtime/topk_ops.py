@@ -227,7 +227,7 @@ class TopkOps(OpMethods):
         """The shape of a plan, with windows anywhere, so that its workspace serves every call."""
         assert self.spec.scores is not None
         sizes = require_int("rows", rows), require_int("width", width), require_int("k", k)
-        return TopkShape(*sizes, self.spec.selected_topk, most_lead(self.spec.scores))
+        return TopkShape(*sizes, self.spec.most_selected, most_lead(self.spec.scores))
 
     def _choose_topk(self, ordinal: int, shape: TopkShape) -> Candidate:
         found = self._topk_choices.get((ordinal, shape))

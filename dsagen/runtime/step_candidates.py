@@ -1,0 +1,96 @@
+"""V4.1's second level in decode steps: candidate blocks that one layer chooses, and later ones score alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from dsagen.errors import GuardError
+from dsagen.families.indexer_logits.op import BLOCK_KEYS
+from dsagen.runtime.driver import Driver
+from dsagen.runtime.indexer_blocks import block_columns
+from dsagen.runtime.step_plan import ALIGNMENT_BYTES, StepShape, step_workspace
+from dsagen.runtime.topk_plan import TopkPlan
+
+# What a layer does with candidate blocks: it scores all keys and chooses them, or scores those that were chosen.
+CHOOSE, USE = "choose", "use"
+
+
+@dataclass
+class CandidateLevel:
+    """What layers of a step share of candidate blocks; rows are query tokens, and `slots` how many each may have.
+
+    `block_scores` [rows, blocks] and `block_counts` int32 [rows] are what they are chosen by. `blocks` int32 [rows,
+    slots] are their numbers in the order of keys, then -1; `pages` the same as pages of 8 rows of the KV cache.
+    `compact` [rows, 8 x slots] are the scores of their keys. `choosing` and `inside` are top-k's plans for blocks and
+    for keys.
+    """
+
+    slots: int
+    block_scores: torch.Tensor
+    block_counts: torch.Tensor
+    blocks: torch.Tensor
+    pages: torch.Tensor
+    compact: torch.Tensor
+    choosing: TopkPlan
+    inside: TopkPlan
+    is_chosen: bool = False
+
+    def rebind(self) -> None:
+        """As that of the step's plan."""
+        self.choosing.rebind()
+        self.inside.rebind()
+
+
+def make_level(
+    driver: Driver, ordinal: int, shape: StepShape, slots: int, dtype: torch.dtype, plans: tuple[TopkPlan, TopkPlan]
+) -> CandidateLevel:
+    """The level of a plan, in memory of its own."""
+    rows, columns = shape.rows, block_columns(shape.max_seq_len)
+    # Rows begin where top-k reads fastest.
+    stride = -(-columns // BLOCK_KEYS) * BLOCK_KEYS
+    sizes = (
+        rows * stride * dtype.itemsize,
+        rows * slots * BLOCK_KEYS * dtype.itemsize,
+        *[4 * rows * slots] * 2,
+        4 * rows,
+    )
+    offsets = [0]
+    for size in sizes:
+        offsets.append(offsets[-1] + -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
+    memory = step_workspace(driver, ordinal, None, offsets[-1])
+    scores, compact, blocks, pages, counts = (
+        memory[first : first + size].view(of)
+        for first, size, of in zip(offsets, sizes, (dtype, dtype, *[torch.int32] * 3), strict=False)
+    )
+    return CandidateLevel(
+        slots,
+        scores.view(rows, stride)[:, :columns],
+        counts,
+        blocks.view(rows, slots),
+        pages.view(rows, slots),
+        compact.view(rows, slots * BLOCK_KEYS),
+        *plans,
+    )
+
+
+def require_level(level: CandidateLevel | None, candidates: object, page_size: int) -> CandidateLevel:
+    """The plan's level; GuardError where it has none, or for what a layer cannot do with it."""
+    if candidates not in (CHOOSE, USE):
+        raise GuardError(
+            f"[T-22] candidates: expected {CHOOSE!r} or {USE!r}, or None for all keys, found {candidates!r}"
+        )
+    if level is None:
+        raise GuardError("[T-22] candidates: the plan has none: pass candidate_blocks to plan_decode_step")
+    if page_size % BLOCK_KEYS:
+        raise GuardError(
+            f"[T-22] candidates: the KV cache has pages of {page_size} tokens, and blocks of {BLOCK_KEYS} would lie "
+            f"across them: use pages of a multiple of {BLOCK_KEYS}"
+        )
+    if candidates == USE and not level.is_chosen:
+        raise GuardError(
+            "[T-22] candidates: none were chosen with this plan yet: an earlier layer of the step passes "
+            f"candidates={CHOOSE!r}"
+        )
+    return level
