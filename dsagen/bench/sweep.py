@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from dsagen.bench import logits_run, run, step_run, topk_run
+from dsagen.bench import contest_run, logits_run, run, step_run, topk_run
 from dsagen.bench.axes import SweepAxes
+from dsagen.bench.contest_run import ContestFigures
 from dsagen.bench.figures import DecodeFigures, Figures
 from dsagen.bench.logits_figures import LogitsFigures
 from dsagen.bench.run import Progress, Records, Wrong, raise_wrong
@@ -18,8 +19,8 @@ from dsagen.errors import DeviceError, SpecError
 from dsagen.spec import DeploymentSpec
 
 MEASURED_OPS = (DecodeFigures.op, TopkFigures.op, LogitsFigures.op)
-# Of specs with all of a step's ops, the whole as well.
-MEASURED = (*MEASURED_OPS, StepFigures.op)
+# Of specs with all of a step's ops, the whole as well; of the contest's specs, its kernels.
+MEASURED = (*MEASURED_OPS, StepFigures.op, ContestFigures.op)
 
 
 def run_sweep(
@@ -49,6 +50,8 @@ def run_sweep(
     known = records or {}
     measured = MEASURED if only is None else (only,)
     for spec in specs:
+        if only == ContestFigures.op and spec.name not in contest_run.SPECS:
+            raise SpecError(f"{spec.name}: the contest is of {' and '.join(contest_run.SPECS)}: leave it out")
         if only is not None and not set(_ops_of(only)) <= set(spec.ops):
             raise SpecError(f"{spec.name}: {only} takes {', '.join(_ops_of(only))}, which its ops lack: leave it out")
     decoding = [spec for spec in specs if DecodeFigures.op in spec.ops and DecodeFigures.op in measured]
@@ -74,11 +77,16 @@ def run_sweep(
             figures += step_run.sweep_steps(
                 spec, with_peers=with_peers, seed=seed, records=known, progress=progress, wrong=wrong
             )
+    for spec in specs:
+        if spec.name in contest_run.SPECS and ContestFigures.op in measured and not axes:
+            figures += contest_run.sweep_contest(spec, seed=seed, records=known, progress=progress, wrong=wrong)
     return figures
 
 
 def _ops_of(name: str) -> tuple[str, ...]:
     """The ops that a spec needs for what is measured."""
+    if name == ContestFigures.op:
+        return ()
     return CHAIN_OPS if name == StepFigures.op else (name,)
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import contest
 import pytest
 import torch
 
 import dsagen
+from dsagen.bench import contest_data as contest
 from dsagen.check.run import device_problem
 from dsagen.compat.contest import ATTENTION, INDEXER, run_attention, run_indexer, use
 from dsagen.errors import GuardError

@@ -66,8 +66,21 @@ def attention_workloads() -> list[AttentionWorkload]:
     return found
 
 
-def indexer_inputs(work: IndexerWorkload, pages: int, device: torch.device, seed: int = 0) -> tuple[Tensor, ...]:
-    """The five inputs in their order, over a cache of so many pages."""
+def index_cache(pages: int, device: torch.device, seed: int = 0) -> Tensor:
+    """A cache as the evaluator draws it: int8 [pages, 64, 1, 132], scales that are no powers of two."""
+    draw = torch.Generator(device).manual_seed(seed)
+    x = torch.randn((pages, PAGE, DIM), device=device, generator=draw).bfloat16().float()
+    scale = x.abs().amax(2, keepdim=True).clamp(min=1e-4) / 448
+    cache = torch.empty(pages, PAGE * (DIM + 4), dtype=torch.uint8, device=device)
+    cache[:, : PAGE * DIM] = (x * (1 / scale)).to(torch.float8_e4m3fn).view(torch.uint8).view(pages, -1)
+    cache[:, PAGE * DIM :] = scale.view(torch.uint8).view(pages, -1)
+    return cache.view(torch.int8).view(pages, PAGE, 1, DIM + 4)
+
+
+def indexer_inputs(
+    work: IndexerWorkload, pages: int, device: torch.device, seed: int = 0, cache: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """The five inputs in their order, over a cache of so many pages, which is drawn unless given."""
     draw = torch.Generator(device).manual_seed(seed)
     batch = len(work.seq_lens)
 
@@ -75,11 +88,8 @@ def indexer_inputs(work: IndexerWorkload, pages: int, device: torch.device, seed
         return torch.randn(shape, device=device, generator=draw)
 
     q = normal(batch, HEADS, DIM).clamp(-2, 2).to(torch.float8_e4m3fn)
-    x = normal(pages, PAGE, DIM).bfloat16().float()
-    scale = x.abs().amax(2, keepdim=True).clamp(min=1e-4) / 448
-    cache = torch.empty(pages, PAGE * (DIM + 4), dtype=torch.uint8, device=device)
-    cache[:, : PAGE * DIM] = (x * (1 / scale)).to(torch.float8_e4m3fn).view(torch.uint8).view(pages, -1)
-    cache[:, PAGE * DIM :] = scale.view(torch.uint8).view(pages, -1)
+    if cache is None:
+        cache = index_cache(pages, device, seed)
     lens = torch.tensor(work.seq_lens, dtype=torch.int32, device=device)
     table = torch.zeros(batch, work.max_num_pages, dtype=torch.int32, device=device)
     order = torch.arange(pages, device=device)
@@ -90,7 +100,7 @@ def indexer_inputs(work: IndexerWorkload, pages: int, device: torch.device, seed
         count = -(-length // PAGE)
         table[row, :count] = order[torch.arange(used, used + count, device=device) % pages].int()
         used += count
-    return q, cache.view(torch.int8).view(pages, PAGE, 1, DIM + 4), normal(batch, HEADS), lens, table
+    return q, cache, normal(batch, HEADS), lens, table
 
 
 def indexer_problem(inputs: tuple[Tensor, ...], found: Tensor) -> str:
@@ -132,8 +142,14 @@ def _scores(q: Tensor, cache: Tensor, weights: Tensor, table: Tensor, length: in
     return (weights[:, None] * products).sum(0)[:length]
 
 
-def attention_inputs(work: AttentionWorkload, pages: int, device: torch.device, seed: int = 0) -> tuple[Tensor, ...]:
-    """The six inputs in their order, over caches of so many pages."""
+def attention_inputs(
+    work: AttentionWorkload,
+    pages: int,
+    device: torch.device,
+    seed: int = 0,
+    caches: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, ...]:
+    """The six inputs in their order, over caches of so many pages, which are drawn unless given."""
     draw = torch.Generator(device).manual_seed(seed)
     tokens = len(work.counts)
 
@@ -143,7 +159,8 @@ def attention_inputs(work: AttentionWorkload, pages: int, device: torch.device, 
     ids = torch.full((tokens, K), -1, dtype=torch.int32, device=device)
     for row, count in enumerate(work.counts):
         ids[row, :count] = torch.randperm(pages * PAGE, device=device, generator=draw)[:count].int()
-    caches = normal(pages, PAGE, 512), normal(pages, PAGE, 64)
+    if caches is None:
+        caches = normal(pages, PAGE, 512), normal(pages, PAGE, 64)
     return normal(tokens, 16, 512), normal(tokens, 16, 64), *caches, ids, torch.tensor(SM_SCALE)
 
 
