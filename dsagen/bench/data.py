@@ -239,7 +239,7 @@ def decode_inputs(
 
 def _physical_ids(case: DecodeCase, topk: int, pool: KvPool, sets: int, generator: torch.Generator) -> Tensor:
     """int32 [sets, batch, s_q, topk]: distinct tokens of each sequence's own region of the pool."""
-    ids = _distinct_ids(sets * case.queries, case.kv_tokens, topk, generator)
+    ids = distinct_ids(sets * case.queries, case.kv_tokens, topk, generator)
     regions = pool.tokens // case.kv_tokens
     region = torch.arange(sets * case.batch, device=generator.device).view(sets, case.batch, 1, 1) % regions
     return (ids.view(sets, case.batch, case.s_q, topk) + region * case.kv_tokens).to(torch.int32)
@@ -280,7 +280,7 @@ def _repeat(template: Tensor, tokens: int) -> Tensor:
     return template.repeat(-(-tokens // template.shape[0]), 1)[:tokens]
 
 
-def _distinct_ids(rows: int, tokens: int, topk: int, generator: torch.Generator) -> Tensor:
+def distinct_ids(rows: int, tokens: int, topk: int, generator: torch.Generator) -> Tensor:
     """int64 [rows, topk]: in each row distinct ids below `tokens`, in random order."""
     ids = torch.empty(rows, topk, dtype=torch.int64, device=generator.device)
     step = max(1, _MAX_KEYS // tokens)

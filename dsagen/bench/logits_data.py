@@ -102,7 +102,7 @@ def logits_inputs(
     """`sets` input sets of a case: keys of each are its own, all else is shared."""
     generator = torch.Generator(device=device)
     generator.manual_seed(seed)
-    draw = _Draw(case, generator)
+    draw = IndexDraw(case.record, case.dim, generator)
     shape = (case.batch, case.next_n, case.heads) if case.form == "paged" else (case.next_n, case.heads)
     q, q_scales = draw.codes(*shape), draw.words(*shape) if case.record.is_block_scaled else None
     weights = torch.randn(case.batch * case.next_n, case.heads, device=device, generator=generator)
@@ -112,7 +112,9 @@ def logits_inputs(
         order = torch.randperm(case.batch * pages, device=device, generator=generator).to(torch.int32)
         table = order.view(case.batch, pages)
         return [
-            LogitsBenchInputs(q, weights, lengths, draw.pool(case.batch * pages), table, q_scales=q_scales)
+            LogitsBenchInputs(
+                q, weights, lengths, draw.pool(case.batch * pages, case.page_size), table, q_scales=q_scales
+            )
             for _ in range(sets)
         ]
     first = case.kv_tokens - case.next_n + 1
@@ -127,17 +129,17 @@ def logits_inputs(
 
 
 @dataclass(frozen=True)
-class _Draw:
-    """Random codes and scales of a case's format, all of them numbers."""
+class IndexDraw:
+    """Random codes and scales of an index-key format, all of them numbers."""
 
-    case: LogitsBenchCase
+    record: IndexFormat
+    dim: int
     generator: torch.Generator
 
     def codes(self, *shape: int) -> Tensor:
         """Of values up to 1.875 (e4m3) or of any (e2m1)."""
-        record = self.case.record
-        found = self._bytes(0, 256, (*shape, record.code_bytes(self.case.dim)))
-        return (found & 0xBF).view(torch.float8_e4m3fn) if record.values.bits == 8 else found
+        found = self._bytes(0, 256, (*shape, self.record.code_bytes(self.dim)))
+        return (found & 0xBF).view(torch.float8_e4m3fn) if self.record.values.bits == 8 else found
 
     def words(self, *shape: int) -> Tensor:
         """Four ue8m0 each, of 2^-7 to 1."""
@@ -145,18 +147,18 @@ class _Draw:
 
     def scales(self, count: int) -> Tensor:
         """A word of scales of each key."""
-        if self.case.record.is_block_scaled:
+        if self.record.is_block_scaled:
             return self.words(count)
-        return torch.rand(count, device=self.generator.device, generator=self.generator) + 0.5
+        return torch.rand(count, device=self.device, generator=self.generator) + 0.5
 
-    def pool(self, pages: int) -> Tensor:
+    def pool(self, pages: int, page_size: int) -> Tensor:
         """uint8 [pages, page_size, 1, bytes of a key]."""
-        case, record = self.case, self.case.record
-        code_bytes = case.page_size * record.code_bytes(case.dim)
-        pool = torch.empty(pages, record.page_bytes(case.dim, case.page_size), dtype=torch.uint8, device=self.device)
-        pool[:, :code_bytes] = self.codes(pages, case.page_size).view(torch.uint8).view(pages, -1)
-        pool[:, code_bytes:] = self.scales(pages * case.page_size).view(torch.uint8).view(pages, -1)
-        return pool.view(pages, case.page_size, 1, record.record_bytes(case.dim))
+        record, dim = self.record, self.dim
+        code_bytes = page_size * record.code_bytes(dim)
+        pool = torch.empty(pages, record.page_bytes(dim, page_size), dtype=torch.uint8, device=self.device)
+        pool[:, :code_bytes] = self.codes(pages, page_size).view(torch.uint8).view(pages, -1)
+        pool[:, code_bytes:] = self.scales(pages * page_size).view(torch.uint8).view(pages, -1)
+        return pool.view(pages, page_size, 1, record.record_bytes(dim))
 
     @property
     def device(self) -> torch.device:

@@ -1,14 +1,18 @@
-"""Cases and inputs of decode-step benchmarks: random index keys and rows, every request on pages of its own."""
+"""Cases and inputs of decode-step benchmarks: random index keys and rows, every request on pages of its own.
+
+With a second cache the selection is from that one, and beside it each token attends to a window of the first.
+"""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dsagen.bench.data import KvPool, make_pool
+from dsagen.bench.data import KvPool, distinct_ids, make_pool
+from dsagen.bench.logits_data import IndexDraw
 from dsagen.errors import SpecError
 from dsagen.index_format import index_format
 from dsagen.kv_format import kv_format
@@ -17,7 +21,9 @@ from dsagen.spec import DeploymentSpec
 # Requests of the case list, each with so many keys; and tokens of a page of both caches.
 REQUESTS = (1, 16, 128)
 CONTEXT, PAGE_SIZE, SELECTED = 128 << 10, 64, 2048
-# Index keys drawn at once: 1 GB of fp32.
+# Tokens of a request's window, and of the cache that windows are in.
+WINDOW, WINDOW_TOKENS = 128, 1 << 20
+# Index keys drawn at once: 270 MB of codes.
 _MOST_KEYS = 1 << 21
 _SCORE_BYTES = {"fp32": 4, "bf16": 2}
 # As the rows of the KV pool have it: softmaxes that are neither flat nor one-hot.
@@ -28,7 +34,8 @@ _Q_DEVIATION = 8.0
 class StepBenchCase:
     """One step: `next_n` tokens of each of `requests`, that see `context` keys each and attend to `selected` of them.
 
-    `page_size` is that of both caches. Raises SpecError for a shape that cannot be drawn.
+    These lie in rows of `kv_format`; with a `window`, so many rows of `window_format` are attended to as well.
+    `page_size` is that of all caches. Raises SpecError for a shape that cannot be drawn.
     """
 
     kv_format: str
@@ -42,6 +49,8 @@ class StepBenchCase:
     context: int
     selected: int
     page_size: int = PAGE_SIZE
+    window: int = 0
+    window_format: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("requests", "next_n", "context", "selected", "page_size"):
@@ -64,8 +73,14 @@ class StepBenchCase:
 
     @property
     def read_bytes(self) -> int:
-        """Bytes that no step can do without: index keys, and the selected rows of the KV cache."""
-        return self.key_bytes + self.rows * self.selected * kv_format(self.kv_format).record_bytes
+        """Bytes that no step can do without: index keys, and the selected rows of the KV cache, and the window's."""
+        return self.key_bytes + self.rows * sum(count * kv_format(name).record_bytes for name, count in self.lists)
+
+    @property
+    def lists(self) -> tuple[tuple[str, int], ...]:
+        """Format and columns of each list of a token."""
+        selected = (self.kv_format, self.selected)
+        return (selected,) if self.window_format is None else ((self.window_format, self.window), selected)
 
     @property
     def score_flops(self) -> int:
@@ -76,11 +91,11 @@ class StepBenchCase:
     def attention_flops(self) -> int:
         """Likewise of attention, of 16-bit operands."""
         record = kv_format(self.kv_format)
-        return 2 * self.rows * self.heads * self.selected * (record.d_qk + record.d_v)
+        return 2 * self.rows * self.heads * (self.selected + self.window) * (record.d_qk + record.d_v)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
-        return asdict(self)
+        """Plain data, without what the case does not have."""
+        return {name: value for name, value in asdict(self).items() if value not in (None, 0)}
 
 
 @dataclass(frozen=True)
@@ -98,12 +113,22 @@ class StepBenchInputs:
     context_lens: Tensor
     block_table: Tensor
     k_cache_bf16: Tensor | None = None
+    index_q_scales: Tensor | None = None
+    window_cache: Tensor | None = None
+    window_ids: Tensor | None = None
 
     @property
     def indexer(self) -> dict[str, Tensor]:
         """What selects, by the names of decode_step."""
-        names = ("index_q", "index_cache", "weights", "context_lens", "block_table")
-        return {name: getattr(self, name) for name in names}
+        names = ("index_q", "index_cache", "weights", "context_lens", "block_table", "index_q_scales")
+        return {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
+
+    @property
+    def caches(self) -> dict[str, Tensor]:
+        """What is attended to, likewise: what is selected from is the second cache where there is a window."""
+        if self.window_cache is None or self.window_ids is None:
+            return {"k_cache": self.k_cache}
+        return {"k_cache": self.window_cache, "extra_k_cache": self.k_cache, "indices": self.window_ids}
 
 
 @dataclass(frozen=True)
@@ -118,28 +143,30 @@ class StepResult:
 
 @dataclass(frozen=True)
 class StepPools:
-    """Both caches, of as many pages."""
+    """Index and KV cache, of as many pages, and a cache of windows where there is one."""
 
     index: Tensor
     kv: KvPool
+    window: KvPool | None = None
 
 
 def step_cases(spec: DeploymentSpec) -> list[StepBenchCase]:
-    """A step at each number of requests. SpecError for a second cache and for several KV heads: none are drawn here."""
-    if spec.extra_kv is not None or spec.kv_heads > 1:
+    """A step at each number of requests. SpecError for caches of several tensors or KV heads: none is drawn."""
+    records = [record for record in (spec.kv_format, spec.extra_kv_format) if record is not None]
+    if spec.kv_heads > 1 or any(len(record.tensors) > 1 for record in records):
         raise SpecError(
-            f"{spec.name}: steps of specs with a second cache or several KV heads are not measured, only checked"
+            f"{spec.name}: steps over caches of several KV heads or in several tensors are not measured, only checked"
         )
     assert spec.index is not None, "a spec with the op has an index"
     index = spec.index
-    selected = min(SELECTED, spec.topk)
-    return [
-        StepBenchCase(
-            spec.kv.format_id, spec.heads, index.heads, index.dim, index.keys, str(spec.scores), requests, 1, CONTEXT,
-            selected,
-        )
-        for requests in REQUESTS
-    ]  # fmt: skip
+    selected_from = spec.extra_kv or spec.kv
+    case = StepBenchCase(
+        selected_from.format_id, spec.heads, index.heads, index.dim, index.keys, str(spec.scores), 1, 1, CONTEXT,
+        min(SELECTED, spec.selected_topk),
+    )  # fmt: skip
+    if spec.extra_kv is not None:
+        case = replace(case, window=min(WINDOW, spec.topk), window_format=spec.kv.format_id)
+    return [replace(case, requests=requests) for requests in REQUESTS]
 
 
 def make_pools(
@@ -151,15 +178,16 @@ def make_pools(
     record, dim, size = index_format(case.index_keys), case.index_dim, case.page_size
     pages = requests * case.context // size
     index = torch.empty(pages, record.page_bytes(dim, size), dtype=torch.uint8, device=device)
-    step = max(1, _MOST_KEYS // size)
+    step, draw = max(1, _MOST_KEYS // size), IndexDraw(record, dim, generator)
     for first in range(0, pages, step):
         part = index[first : first + step]
-        keys = torch.randn(len(part), size * dim, device=device, generator=generator).clamp_(-4, 4).mul_(100)
-        part[:, : size * dim] = keys.to(torch.float8_e4m3fn).view(torch.uint8)
-        scales = torch.rand(len(part), size, device=device, generator=generator).add_(0.5).div_(448)
-        part[:, size * dim :] = scales.view(torch.uint8)
+        part.copy_(draw.pool(len(part), size).view(len(part), -1))
     kv = make_pool(case.kv_format, requests * case.context, size, device=device, with_bf16=with_bf16)
-    return StepPools(index.view(pages, size, 1, record.record_bytes(dim)), kv)
+    window = None
+    if case.window_format is not None:
+        tokens = max(WINDOW_TOKENS // size * size, -(-case.window // size) * size)
+        window = make_pool(case.window_format, tokens, size, device=device, with_bf16=False)
+    return StepPools(index.view(pages, size, 1, record.record_bytes(dim)), kv, window)
 
 
 def step_inputs(case: StepBenchCase, pools: StepPools, sets: int, *, seed: int = 0) -> list[StepBenchInputs]:
@@ -167,6 +195,7 @@ def step_inputs(case: StepBenchCase, pools: StepPools, sets: int, *, seed: int =
     device = pools.index.device
     generator = torch.Generator(device=device)
     generator.manual_seed(seed)
+    record, draw = index_format(case.index_keys), IndexDraw(index_format(case.index_keys), case.index_dim, generator)
     columns, regions = case.context // case.page_size, pools.index.shape[0] * case.page_size // case.context
 
     def normal(*shape: int) -> Tensor:
@@ -178,12 +207,19 @@ def step_inputs(case: StepBenchCase, pools: StepPools, sets: int, *, seed: int =
         order = torch.rand(case.requests, columns, device=device, generator=generator).argsort(1)
         table = (order + region[:, None] * columns).int()
         lens = torch.full((case.requests, case.next_n), case.context, dtype=torch.int32, device=device)
-        index_q = (normal(case.requests, case.next_n, case.index_heads, case.index_dim) * 50).clamp(-448, 448)
+        heads = (case.requests, case.next_n, case.index_heads)
+        window_ids = None
+        if pools.window is not None:
+            tokens = pools.window.k_cache.shape[0] * case.page_size
+            window_ids = distinct_ids(case.rows, tokens, case.window, generator)
+            window_ids = window_ids.int().view(case.requests, case.next_n, case.window)
         q = normal(case.requests, case.next_n, case.heads, kv_format(case.kv_format).d_qk) * _Q_DEVIATION
         found.append(
             StepBenchInputs(
-                q.bfloat16(), pools.kv.k_cache, index_q.to(torch.float8_e4m3fn), pools.index,
+                q.bfloat16(), pools.kv.k_cache, draw.codes(*heads), pools.index,
                 normal(case.rows, case.index_heads), lens, table, pools.kv.k_cache_bf16,
+                draw.words(*heads) if record.is_block_scaled else None,
+                None if pools.window is None else pools.window.k_cache, window_ids,
             )
         )  # fmt: skip
     return found

@@ -44,6 +44,8 @@ class StepPeer:
 
     def refuses(self, case: StepBenchCase) -> str | None:
         """Why one of the libraries cannot run its stage; None when all can."""
+        if case.window:
+            return "chains of other libraries are bound to one cache, and the step has two"
         topk = _topk_case(case)
         reasons = (
             self._logits.refuses(_logits_case(case)),
@@ -59,7 +61,12 @@ class StepPeer:
         """One step for each input set. SpecError for a missing library and a refused case."""
         logits = [
             LogitsBenchInputs(
-                item.index_q, item.weights, item.context_lens, k_cache=item.index_cache, block_table=item.block_table
+                item.index_q,
+                item.weights,
+                item.context_lens,
+                k_cache=item.index_cache,
+                block_table=item.block_table,
+                q_scales=item.index_q_scales,
             )
             for item in inputs
         ]

@@ -71,7 +71,8 @@ def measure_step(kernels: Any, case: StepBenchCase, inputs: Sequence[StepBenchIn
     arch = arch_for_capability(properties.major, properties.minor)
     # A plan belongs to one stream: one for the graphs', one for the current stream.
     graph_plan, eager_plan = (
-        kernels.plan_decode_step(case.requests, case.next_n, case.context, k=case.selected) for _ in range(2)
+        kernels.plan_decode_step(case.requests, case.next_n, case.context, k=case.selected, **_window(case))
+        for _ in range(2)
     )
     eager = step_calls(kernels, case, eager_plan, inputs)
     out, lse = eager[0]()
@@ -81,7 +82,9 @@ def measure_step(kernels: Any, case: StepBenchCase, inputs: Sequence[StepBenchIn
         raise CheckFailed(f"{kernels.spec.name}: {case}: {problem}; it was not timed")
     timing = graph_time_us(step_calls(kernels, case, graph_plan, inputs))
     # By itself a stage has no predecessor that it could overlap but its own last run.
-    apart = kernels.plan_decode_step(case.requests, case.next_n, case.context, k=case.selected, overlap=False)
+    apart = kernels.plan_decode_step(
+        case.requests, case.next_n, case.context, k=case.selected, overlap=False, **_window(case)
+    )
     apart_us = graph_time_us(step_calls(kernels, case, apart, inputs)).median_us
     stages = stage_calls(kernels, case, apart, inputs)
     indexer, selection, attention = (graph_time_us(calls).median_us for calls in stages)
@@ -109,7 +112,7 @@ def step_calls(kernels: Any, case: StepBenchCase, plan: Any, inputs: Sequence[St
     calls: list[Call] = []
     for item in inputs:
         options = {"plan": plan, **item.indexer, **_outputs(case, item, kernels.spec)}
-        calls.append(partial(kernels.decode_step, item.q, item.k_cache, **options))
+        calls.append(partial(kernels.decode_step, item.q, **item.caches, **options))
     return calls
 
 
@@ -124,7 +127,7 @@ def stage_calls(
         scored.append(
             partial(
                 kernels.indexer_logits, item.index_q, item.index_cache, item.weights, item.context_lens,
-                item.block_table, unscored_up_to=case.selected, out=plan.scores,
+                item.block_table, q_scales=item.index_q_scales, unscored_up_to=case.selected, out=plan.scores,
             )
         )  # fmt: skip
         selected.append(
@@ -136,7 +139,7 @@ def stage_calls(
         )  # fmt: skip
         outputs = _outputs(case, item, kernels.spec)
         attended.append(
-            partial(kernels.decode_step, item.q, item.k_cache, plan=plan, reuse_ids=True, **outputs),
+            partial(kernels.decode_step, item.q, **item.caches, plan=plan, reuse_ids=True, **outputs),
         )
     return scored, selected, attended
 
@@ -163,6 +166,11 @@ def measure_step_peer(
         return PeerFigure(peer.name, peer.label(case), version, graph_time_us(calls).median_us)
     except Exception as error:
         return PeerFigure(peer.name, peer.name, "", None, f"failed: {type(error).__name__}: {error}")
+
+
+def _window(case: StepBenchCase) -> dict[str, int]:
+    """What a plan is told of the first cache beside a second one."""
+    return {"window": case.window} if case.window else {}
 
 
 def _outputs(case: StepBenchCase, item: StepBenchInputs, spec: DeploymentSpec) -> dict[str, Tensor]:

@@ -12,9 +12,10 @@ from dsagen.bench.topk_data import TopkBenchCase
 from dsagen.bench.topk_verify import selection_problem
 from dsagen.check.compare import Gates, compare_decode
 from dsagen.families.indexer_logits.reference import logits_reference
-from dsagen.families.sparse_decode.reference import sparse_decode_reference
+from dsagen.families.sparse_decode.reference import Source, sparse_decode_reference
 from dsagen.families.topk.reference import topk_reference, translate_reference
 from dsagen.index_format import index_format
+from dsagen.kv_format import kv_format
 from dsagen.spec import DeploymentSpec
 
 # Query tokens whose scores and attention are verified; selections are verified whole.
@@ -58,6 +59,7 @@ def _scores_problem(case: StepBenchCase, item: StepBenchInputs, scores: Tensor, 
     want, _ = logits_reference(
         item.index_q[:count], item.index_cache, item.weights[rows], item.context_lens[:count],
         item.block_table[:count], index_format(case.index_keys), case.context,
+        q_scales=None if item.index_q_scales is None else item.index_q_scales[:count],
     )  # fmt: skip
     error = (scores[rows, : case.context].double() - want).abs().amax(1)
     # A NaN is no error that exceeds anything, and still wrong.
@@ -94,12 +96,20 @@ def _attention_problem(
     spec: DeploymentSpec, case: StepBenchCase, item: StepBenchInputs, result: StepResult, promise: Promise
 ) -> str:
     rows = torch.arange(_requests(case) * case.next_n, device=item.q.device)
+    first, extra = _source(case.kv_format, item.k_cache, result.ids), None
+    if item.window_cache is not None and item.window_ids is not None:
+        first, extra = _source(spec.kv.format_id, item.window_cache, item.window_ids), first
     want = sparse_decode_reference(
-        item.q, spec.kv_format, item.k_cache, result.ids, sm_scale=spec.sm_scale, lse_base=promise.lse_base,
-        empty_lse=promise.empty_lse, rows=rows,
+        item.q, first.record, first.caches, first.indices, sm_scale=spec.sm_scale, lse_base=promise.lse_base,
+        empty_lse=promise.empty_lse, rows=rows, extra=extra,
     )  # fmt: skip
     out = result.out.flatten(0, 1)[rows]
     lse = want.lse if result.lse is None else result.lse.transpose(1, 2).flatten(0, 1)[rows]
     gates = promise.gates or Gates().for_logits(want.peak)
     group_dims = spec.kv_format.scale_group_dims or _GROUP_DIMS
     return compare_decode(out, lse, want.out, want.lse, group_dims, gates).problem
+
+
+def _source(format_id: str, cache: Tensor, ids: Tensor) -> Source:
+    record = kv_format(format_id)
+    return Source(record, {record.tensors[0].name: cache}, ids)

@@ -26,6 +26,9 @@ from dsagen.runtime.emulated import EmulatorOptions
 from dsagen.spec import load_spec
 
 SPEC = load_spec("v32_decode_h16")
+V41 = load_spec(
+    {"model": "v41", "heads": 16, "archs": ["sm_90a"], "ops": list(SPEC.ops), "index": {"heads": 8, "keys": "mxfp4"}}
+)
 CASE = StepBenchCase("v32", 16, 64, 128, "fp8", "fp32", 16, 1, 131072, 2048)
 FIGURES = StepFigures(
     "v32_decode_h16",
@@ -49,9 +52,18 @@ def test_the_cases_are_those_that_have_goals():
     shapes = {(case.kv_format, case.heads, case.requests, case.context) for case in step_cases(SPEC)}
     assert shapes == set(GOALS_US) and CASE in step_cases(SPEC)
     assert {case.selected for case in step_cases(SPEC.replace(topk=512))} == {512}
-    two = {"model": "v41", "heads": 16, "archs": ["sm_90a"], "ops": list(SPEC.ops), "index": {"keys": "fp8"}}
-    with pytest.raises(SpecError, match="steps of specs with a second cache or several KV heads are not measured"):
-        step_cases(load_spec(two))
+    (*_, v41) = step_cases(V41)
+    assert (v41.kv_format, v41.window_format, v41.window, v41.selected) == (
+        "v41_fp4_interleaved",
+        "v41_interleaved",
+        128,
+        512,
+    )
+    assert v41.to_json()["window"] == 128 and "window" not in CASE.to_json()
+    assert v41.read_bytes == 128 * (131072 * 68 + 512 * 288 + 128 * 528)
+    assert v41.attention_flops == 2 * 128 * 16 * (512 + 128) * (512 + 512)
+    with pytest.raises(SpecError, match="steps over caches of several KV heads or in several tensors"):
+        step_cases(SPEC.replace(kv="bf16_split"))
 
 
 @pytest.mark.parametrize(
@@ -101,7 +113,7 @@ def test_requests_have_pages_of_their_own():
     pools = make_pools(SMALL, 3, device="cpu")
     assert pools.index.shape == (36, 16, 1, 132) and pools.kv.k_cache.shape == (36, 16, 1, 656)
     scales = pools.index.view(36, -1)[:, 16 * 128 :].contiguous().view(torch.float32)
-    assert bool(((scales > 0) & (scales < 0.01)).all())
+    assert bool(((scales >= 0.5) & (scales < 1.5)).all())
     first, second = step_inputs(SMALL, pools, 2)
     pages = [[sorted(row) for row in item.block_table.tolist()] for item in (first, second)]
     regions = [list(range(12)), list(range(12, 24)), list(range(24, 36))]
@@ -163,6 +175,23 @@ def test_a_step_is_verified_and_timed_with_its_stages(kernels, monkeypatch):
         step_run.measure_step(kernels, SMALL, inputs)
 
 
+@pytest.mark.compile
+def test_a_step_over_two_caches_and_keys_of_blocks_is_verified(shared_store, shared_machine, monkeypatch):
+    monkeypatch.setenv("DSAGEN_CACHE_DIR", str(shared_store))
+    case = replace(step_cases(V41)[0], requests=2, context=96, selected=40, page_size=16, window=20)
+    kernels = dsagen.load(V41, device="emulator", emulator=EmulatorOptions(races=False))
+    monkeypatch.setattr("dsagen.bench.step_data.WINDOW_TOKENS", 64)
+    (item,) = step_inputs(case, make_pools(case, 2, device="cpu"), 1)
+    plan = kernels.plan_decode_step(2, 1, 96, k=40, window=20)
+    out, lse = step_run.step_calls(kernels, case, plan, [item])[0]()
+    promise = step_run.our_promise(V41, "sm_90a")
+    assert step_run.step_problem(V41, case, item, StepResult(plan.scores, plan.ids, out, lse), promise) == ""
+    for stage in step_run.stage_calls(kernels, case, plan, [item]):
+        stage[0]()
+    wrong = StepResult(plan.scores, plan.ids, out.mul(1.1), lse)
+    assert "elements off" in step_run.step_problem(V41, case, item, wrong, promise)
+
+
 # ---- the sweep
 
 
@@ -180,11 +209,11 @@ def test_the_sweep_measures_all_of_a_spec_or_one_op(monkeypatch):
     asked.clear()
     sweep.run_sweep([SPEC], axes=SweepAxes(batch=(3,)))
     assert asked == ["sparse_decode"]
-    # Steps over other index keys are told, and the ops of such a spec are measured.
+    # Steps over keys in other forms are told, and the ops of such a spec are measured.
     said: list[str] = []
-    other = SPEC.replace(index={**SPEC.to_mapping()["index"], "keys": "mxfp4"})
+    other = SPEC.replace(index={**SPEC.to_mapping()["index"], "forms": ["ragged"]})
     sweep.run_sweep([other], progress=said.append)
-    assert asked[1:] == every[:-1] and "steps are measured with fp8 index keys in pages only" in said[-1]
+    assert asked[1:] == every[:-1] and "steps are measured with index keys in pages only" in said[-1]
     with pytest.raises(
         SpecError, match="v32_h16: decode_step takes indexer_logits, topk, sparse_decode, which its ops"
     ):
