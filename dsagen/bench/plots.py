@@ -46,7 +46,7 @@ def require_drawable(folder: Path) -> None:
 
 def _draw(pyplot: Any, cases: Sequence[Case], folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
-    decode = [case for case in cases if "kv_format" in case["case"]]
+    decode = [case for case in cases if {"kv_format", "batch"} <= set(case["case"])]
     selections = [case for case in cases if "width" in case["case"]]
     pictures: list[tuple[str, Path]] = []
 
@@ -208,6 +208,6 @@ def _page(pictures: Sequence[tuple[str, Path]], cases: Sequence[Case]) -> str:
     parts.append("<h3>Figures</h3><table><tr><th>spec<th>case<th>GPU us<th>floor us<th>issue us</tr>")
     for case in cases:
         shape = ", ".join(f"{name} {value}" for name, value in case["case"].items() if value is not None)
-        cells = (case["spec"], shape, case["gpu_us"], case["floor_us"], case["issue_us"])
+        cells = (case["spec"], shape, case["gpu_us"], case.get("floor_us"), case.get("issue_us"))
         parts.append("<tr>" + "".join(f"<td>{html.escape(str(cell))}" for cell in cells) + "</tr>")
     return "\n".join([*parts, "</table>"])

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from dsagen.bench import contest_run, logits_run, run, step_run, topk_run
+from dsagen.bench import cache_run, contest_run, logits_run, run, step_run, topk_run
 from dsagen.bench.axes import SweepAxes
 from dsagen.bench.contest_run import ContestFigures
 from dsagen.bench.figures import DecodeFigures, Figures
@@ -18,7 +18,7 @@ from dsagen.dependent import CHAIN_OPS
 from dsagen.errors import DeviceError, SpecError
 from dsagen.spec import DeploymentSpec
 
-MEASURED_OPS = (DecodeFigures.op, TopkFigures.op, LogitsFigures.op)
+MEASURED_OPS = (DecodeFigures.op, TopkFigures.op, LogitsFigures.op, cache_run.KV, cache_run.INDEX)
 # Of specs with all of a step's ops, the whole as well; of the contest's specs, its kernels.
 MEASURED = (*MEASURED_OPS, StepFigures.op, ContestFigures.op)
 
@@ -69,6 +69,9 @@ def run_sweep(
             figures += logits_run.sweep_logits(
                 spec, with_peers=with_peers, seed=seed, records=known, progress=progress, wrong=wrong
             )
+        for op in (cache_run.KV, cache_run.INDEX):
+            if op in spec.ops and op in measured and not axes:
+                figures += cache_run.sweep_caches(spec, op, seed=seed, records=known, progress=progress, wrong=wrong)
     for spec in specs:
         if set(_ops_of(StepFigures.op)) <= set(spec.ops) and StepFigures.op in measured and not axes:
             if spec.index is None or "paged" not in spec.index.forms:

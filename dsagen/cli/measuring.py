@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 @click.option("--peers", is_flag=True, help="Measure other libraries on the same inputs, in the same process.")
 @click.option(
     "--op",
-    type=click.Choice(["sparse_decode", "topk", "indexer_logits", "decode_step", "contest"]),
+    type=click.Choice(["sparse_decode", "topk", "indexer_logits", "kv_cache", "index_cache", "decode_step", "contest"]),
     help="Measure this alone.  [default: all that the SPECs have]",
 )
 @click.option("--host", is_flag=True, help="Measure what a call costs the host, by op and launcher, and nothing else.")

@@ -241,6 +241,10 @@ def _memory_chart(cases: Sequence[Mapping[str, Any]], ceilings: DeviceFigures | 
 def _case_name(case: Mapping[str, Any]) -> str:
     """A case by what tells it from the others."""
     parts = case["case"]
+    if "contest" in parts:
+        return f"{parts.get('workloads')} workloads: {parts.get('group')}"
+    if "cache_rows" in parts:
+        return f"{parts.get('action')} of {parts['cache_rows']} rows, {parts.get('format_id')}"
     if "requests" in parts:
         return f"step of {parts['requests']} x {parts.get('next_n')}, {parts.get('context')} keys"
     if "rows" in parts:

@@ -74,7 +74,11 @@ def recorded() -> list[dict[str, object]]:
             cases.append(json.loads(json.dumps(found.to_json())))
     selection = {"rows": 4, "width": 4096, "k": 64, "mode": "set", "score": "fp32", "page_size": 64}
     common = {"device": "NVIDIA H200", "floor_us": 0.1, "gpu_us": 3.0, "issue_us": 5.0, "peers": []}
-    return [*cases, {"spec": "v32_topk_h128", "case": selection, **common}]
+    # Of steps, which have a KV format too, and of what has no floor there is a line in the table.
+    step = {"kv_format": "v32", "heads": 16, "requests": 4, "context": 4096}
+    contest = {"spec": "contest_indexer_h64", "device": "NVIDIA H200", "gpu_us": 3.0, "case": {"contest": "x"}}
+    others = [{"spec": "v32_decode_h16", "case": step, **common}, contest]
+    return [*cases, {"spec": "v32_topk_h128", "case": selection, **common}, *others]
 
 
 def test_pictures_and_a_page_that_shows_each(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from dsagen.bench import contest_run, sweep
 from dsagen.bench.contest_run import SPECS, ContestFigures, ContestGroup, contest_groups, sweep_contest
 from dsagen.bench.timing import Timing
 from dsagen.cli.measuring import bench
+from dsagen.cli.page import _case_name
 from dsagen.errors import SpecError
 from dsagen.matrix import expand
 from dsagen.runtime.emulated import EmulatorOptions
@@ -42,6 +43,7 @@ def test_figures_are_plain_data_and_a_row():
     assert (document["gpu_us"], document["case"]["workloads"]) == (7.5, 39)
     assert len(FIGURES.cells()) == len(FIGURES.header) and FIGURES.title == "39 workloads: 33 to 45 pages"
     assert replace(FIGURES, record_us=7.0).slower and not FIGURES.slower and FIGURES.missed == ()
+    assert _case_name(document) == FIGURES.title
     plans = expand(load_spec(SPECS[0])).plans()
     assert [replace(FIGURES, slugs=(plans[0].slug,)).took_part(plan) for plan in plans][:2] == [True, False]
 
