@@ -5,38 +5,45 @@
 // product and are padded to a multiple of 8 only. Keys and values are A operands, made in registers from raw rows; B operands,
 // the query image and the probabilities, are read from shared memory by the tensor cores themselves.
 //
-//   producer warp        stage n = index, index + kProducers, ..: waits until freed, starts its row copies
-//   score warpgroup      all 64 tokens of a tile, 16 a warp: S, softmax, P to shared memory
+//   producer warp        a share of the rows of each stage: waits until freed, starts their copies
+//   score warpgroup      every tile, or every second one of two groups, all 64 tokens, 16 a warp: S, softmax, P to shared memory
 //   value warpgroup      half of the value dims, all heads: O in registers
 //
 //   time ->   producers  | wait freed | copy rows of a later stage ..
-//             score      | wait landed | S of tile i+1 | B | wait drained | P | hand over | S of tile i+2 ..
+//             score      | wait landed | S of tile i+1 | turn, B | wait drained | P | hand over | S of tile i+3 ..
+//             score      .. | S of tile i+2 | turn, B | wait drained | P | hand over | S of tile i+4 ..
 //             value      | wait P of tile i | O += V P, stage by stage, freeing them | wait P of tile i+1 ..
 //
-//   landed[stage]   the producer's copies arrive; score and value threads wait. Parity of stage n: (n / kStages) & 1.
-//   freed[stage]    every lane of the score and value warps arrives after its last read; the producer waits before refilling.
-//   filled[buffer]  every score thread arrives, its stores fenced for the tensor cores; value threads wait for P of tile i:
+//   landed[stage]   the producers' copies arrive; score and value threads wait. Parity of stage n: (n / kStages) & 1.
+//   freed[stage]    every lane of the value warps and of the tile's score warps arrives after its last read; the producers wait.
+//   filled[buffer]  a group's score threads arrive, their stores fenced for the tensor cores; value threads wait for P of tile i:
 //                   parity (i / kProbabilityBuffers) & 1.
 //   drained[buffer] every value thread arrives once its products are complete; score threads wait before they overwrite it.
-//   finished        every score thread arrives once; value threads wait for the output factors.
-//   B  barrier_any of the score warps: whether some score outgrew the softmax reference.
+//   finished        every score thread of group 0 arrives once; value threads wait for the output factors.
+//   turn  barriers 4 and 5: a group looks at the softmax reference after the other one has, tile by tile.
+//   B  barrier_any of a group: whether some score outgrew the softmax reference.
 //   Slow path (the first tile, then rarely): column maxima -> C -> one thread per head raises the reference -> C; the value
 //   warps find the factor by which O shrinks beside the P that they take over.
+//
+//   Barrier 0   value warp 0 has initialised the others; the producers wait. Score and value warps meet it at barrier 2, when
+//               the query image is complete.
 //
 // Splits are combined by another kernel, or by the value warps of all splits: hopper_combine.cuh.
 //
 // Rows without a valid id are zeros in shared memory, so that nothing stale meets a zero probability, unless their whole
 // stage has none: value warps skip it, and the scores made of it are replaced.
 #pragma once
+#include "prims/ptx/barrier_arrive.cuh"
 #include "prims/ptx/bulk.cuh"
 #include "prims/ptx/mbarrier.cuh"
+#include "prims/ptx/opaque.cuh"
 #include "prims/ptx/registers.cuh"
 #include "prims/ptx/thread.cuh"
 #include "prims/tile/operand_image.cuh"
 #include "sparse_decode/hopper_combine.cuh"
+#include "sparse_decode/hopper_producer.cuh"
 #include "sparse_decode/hopper_score.cuh"
 #include "sparse_decode/hopper_value.cuh"
-#include "sparse_decode/producer.cuh"
 #include "sparse_decode/query.cuh"
 #include "sparse_decode/work.cuh"
 
@@ -49,16 +56,22 @@ struct Hopper {
   static constexpr int kThreads = 32 * (kConsumerWarps + 4);  // warps that have no work fill the producers' warpgroup
   static_assert(C::kQueryPitchBytes == tile::OperandImage<C::kHeads>::kRowBytes);
   static_assert(C::kProbabilityPitchBytes == tile::OperandImage<C::kHeads>::kRowBytes);
-  static_assert(C::kProducers <= 4 && C::kValueWarps % 4 == 0 && C::kScoreWarps == 4);
-  static_assert(C::kStages > C::kTileTokens / C::kStageTokens, "scores of a tile begin before the values of the last are done");
+  static constexpr int kStartThreads = 32 * (1 + C::kProducers);
+  static_assert(C::kProducers <= 4 && C::kValueWarps % 4 == 0 && C::kScoreWarps % 4 == 0);
+  static constexpr int kTileWarps = C::kValueWarps + 4;  // that read a stage
   static_assert(RowCopy::kArrivals == ExtraRowCopy::kArrivals);
 
   static DSA_DEVICE void run(const Params& p, Shared& shared) {
     // The combine's CTAs are placed where there is room, and wait there.
     ptx::grid_dependency_launch();
-    if (ptx::thread_index() == 0) init_barriers(shared);
-    ptx::barrier_sync(0, kThreads);
     const int warp = warp_index();
+    if (warp == 0) {
+      init_barriers(shared, lane_index());
+      ptx::barrier_arrive(0, kStartThreads);
+    }
+    fetch_arguments(p);
+    // All that is read, lengths first, may come from the grid before, and what is written may still be read there.
+    ptx::grid_dependency_wait();
     if (warp < C::kValueWarps) {
       move_registers<C::kValueRegisters>();
       run_value(p, shared);
@@ -95,7 +108,15 @@ struct Hopper {
     const int index = warp_index() - kConsumerWarps;
     if (index >= C::kProducers) return;
     const Work<C, Params> work(p);
-    Producer<C, Shared, RowCopy, ExtraRowCopy, Params>(p, shared, work, index, lane_index()).run();
+    HopperProducer<C, Shared, RowCopy, ExtraRowCopy, Params> producer(p, shared, work, index, lane_index());
+    ptx::barrier_sync(0, kStartThreads);
+    producer.run();
+  }
+
+  // Brings the arguments into the constant cache: the first access to a line of them takes some 300 clk.
+  static DSA_DEVICE void fetch_arguments(const Params& p) {
+#pragma unroll
+    for (u32 at = 0; at < sizeof(Params); at += 64) ptx::opaque(*reinterpret_cast<const u32*>(reinterpret_cast<const u8*>(&p) + at));
   }
 
   template <int kRegisters>
@@ -106,22 +127,23 @@ struct Hopper {
 
   static DSA_DEVICE void start_consumer(const Params& p, Shared& shared, const Work<C, Params>& work) {
     QueryImage<C, Shared, Encoding, ExtraEncoding, Params>::stage(p, shared, work, warp_index(), lane_index());
+    Softmax<C, Shared, Encoding, Params>::init_reference(shared, ptx::thread_index());
     ptx::fence_proxy_async();  // products read the image
     ptx::barrier_sync(2, 32 * kConsumerWarps);
   }
 
-  static DSA_DEVICE void init_barriers(Shared& shared) {
-#pragma unroll 1
-    for (int slot = 0; slot < C::kStages; ++slot) {
-      ptx::mbarrier_init(ptx::shared_address(&shared.landed[slot]), RowCopy::kArrivals);
-      ptx::mbarrier_init(ptx::shared_address(&shared.freed[slot]), 32 * kConsumerWarps);
+  // A lane for each slot.
+  static DSA_DEVICE void init_barriers(Shared& shared, int lane) {
+    static_assert(C::kStages <= 32 && C::kProbabilityBuffers <= C::kStages);
+    if (lane < C::kStages) {
+      ptx::mbarrier_init(ptx::shared_address(&shared.landed[lane]), RowCopy::kArrivals);
+      ptx::mbarrier_init(ptx::shared_address(&shared.freed[lane]), 32 * kTileWarps);
     }
-#pragma unroll 1
-    for (int buffer = 0; buffer < C::kProbabilityBuffers; ++buffer) {
-      ptx::mbarrier_init(ptx::shared_address(&shared.filled[buffer]), 32 * C::kScoreWarps);
-      ptx::mbarrier_init(ptx::shared_address(&shared.drained[buffer]), 32 * C::kValueWarps);
+    if (lane < C::kProbabilityBuffers) {
+      ptx::mbarrier_init(ptx::shared_address(&shared.filled[lane]), 32 * 4);
+      ptx::mbarrier_init(ptx::shared_address(&shared.drained[lane]), 32 * C::kValueWarps);
     }
-    ptx::mbarrier_init(ptx::shared_address(&shared.finished[0]), 32 * C::kScoreWarps);
+    if (lane == 0) ptx::mbarrier_init(ptx::shared_address(&shared.finished[0]), 32 * 4);
     RowCopy::fence_init();
   }
 };

@@ -24,7 +24,7 @@ struct GridCombine {
   static constexpr int kThreads = 32 * C::kValueWarps;
   static constexpr int kUnitDims = 128;  // of a head, 4 a lane
   static constexpr int kHeadUnits = C::kValueDims / kUnitDims;
-  static constexpr int kAtOnce = 16;  // loads in flight; divides 32
+  static constexpr int kAtOnce = 8;  // loads in flight; divides 32
 
   const Params& p;
   const Work<C, Params>& work;

@@ -75,8 +75,19 @@ EQUIVALENTS = (
         "release the row in the same phase of `freed`",
     ),
     Equivalent(
-        _HOPPER, ("relaxed",), ("HopperScore<C, ", "ptx::mbarrier_arrive(ptx::shared_address(&shared.freed[slot]));"),
+        _HOPPER, ("relaxed",),
+        ("HopperScore<C, ", "ptx::mbarrier_arrive(ptx::shared_address(&shared.freed[(first + stage) % C::kStages]));"),
         "the same",
+    ),
+    Equivalent(
+        _HOPPER, ("removed",), ("Body::run(", "ptx::grid_dependency_wait();"),
+        "here a launch has no grid before it; test_overlapping_steps.py has one",
+    ),
+    Equivalent(
+        "sparse_decode-main-hopper-*-kv.v32*", ("removed", "with a group more"),
+        ("add_unit_scores<Image>(", "ptx::wgmma_wait<kDepth - 1>();"),
+        "of two units of the same sums the first is awaited for its operands' registers, which PTX has anew for each",
+        copies=(0, 2, 4, 6),
     ),
     Equivalent(
         _HOPPER, ("removed",), ("Copy::start(", "ptx::fence_proxy_async();"),

@@ -14,7 +14,6 @@ from dsagen.check.indexer_cases import Lengths
 from dsagen.check.run import KernelCache
 from dsagen.check.step_cases import StepCase
 from dsagen.check.step_run import StepRun
-from dsagen.dependent import is_dependent
 from dsagen.errors import EmulatorError
 from dsagen.runtime import api
 from dsagen.runtime.emulated import EmulatedLaunch, EmulatorOptions, read_ptx
@@ -44,7 +43,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, symbol: str) -> None:
 
     def read(plans: Any) -> Any:
         codes = read_ptx(plans)
-        dependent = {plan.slug for plan in plans if is_dependent(plan.variant) and symbol in plan.symbol}
+        dependent = {plan.slug for plan in plans if plan.overlaps_previous and symbol in plan.symbol}
         spoilt = {slug: re.subn(r"griddepcontrol\.wait;", "", codes[slug].ptx) for slug in dependent}
         assert all(count == 1 for _, count in spoilt.values())
         return {**codes, **{slug: replace(codes[slug], ptx=text) for slug, (text, _) in spoilt.items()}}
@@ -78,3 +77,15 @@ def test_a_kernel_that_does_not_wait_is_stopped(
     early = rf"buffer {buffer}, which the grid before writes, ahead of griddepcontrol\.wait"
     with pytest.raises(EmulatorError, match=early):
         run(case)
+
+
+def test_attention_on_hopper_waits_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its body has no dependent form: it always begins early."""
+    monkeypatch.setenv("DSAGEN_SPARSE_DECODE_BODY", "hopper")
+    launches: list[EmulatedLaunch] = []
+    run(HELD, launches)
+    assert ["hopper" in launch.symbol and "dependent" not in launch.symbol for launch in launches][2]
+    spoil(monkeypatch, "sparse_decode_main_hopper")
+    early = r"buffer (indices|topk_length), which the grid before writes, ahead of griddepcontrol\.wait"
+    with pytest.raises(EmulatorError, match=early):
+        run(HELD)

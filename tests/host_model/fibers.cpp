@@ -148,6 +148,7 @@ Exchange& exchange() { return m.current->exchange; }
 int thread_index() { return m.current->index; }
 int block_threads() { return static_cast<int>(m.launch->threads); }
 uint32_t block_index() { return m.block; }
+uint32_t grid_blocks() { return m.launch->grid; }
 
 void collective(Op op, int line) {
   Lane& self = *m.current;

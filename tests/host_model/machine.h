@@ -40,6 +40,7 @@ void collective(Op op, int line);
 int thread_index();
 int block_threads();
 uint32_t block_index();
+uint32_t grid_blocks();
 
 // `threads` threads meet at a barrier; returns the disjunction of their flags. All of them either reduce or do not.
 bool barrier(int id, int threads, bool reduces, bool flag, int line);

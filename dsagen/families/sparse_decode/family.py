@@ -42,6 +42,7 @@ _BODIES: dict[str, tuple[ModuleType, str, str]] = {
     hopper.BODY: (hopper, "Hopper", "sparse_decode/hopper.cuh"),
 }
 _ROW, _EXTRA_ROW = "Constants", "sparse_decode::ExtraRow<Constants>"
+_SHARED_ROW_COPY_HEADER = "prims/tile/copy_rows_shared.cuh"
 _ROW_COPY_HEADERS = {False: "prims/tile/copy_rows_async.cuh", True: "prims/tile/copy_rows_bulk.cuh"}
 # A plan guard's names in the generated unit; names that are not here are printed as numbers.
 _C_NAMES = {
@@ -92,7 +93,9 @@ class SparseDecode:
         mains = [Variant(NAME, "main", body, arch.name, axes) for body in bodies]
         combine = Variant(NAME, "combine", "portable", arch.name, (("dv", caches.d_v),))
         cells = tuple(Cell(NAME, "main", arch.name, main) for main in mains)
-        dependent = tuple(map(dependent_cell, cells)) if has_chain(spec, arch) else ()
+        # The hopper body begins while the grid before ends, whatever that is.
+        alone = [cell for cell, main in zip(cells, mains, strict=True) if main.body != hopper.BODY]
+        dependent = tuple(map(dependent_cell, alone)) if has_chain(spec, arch) else ()
         return (*cells, Cell(NAME, "combine", arch.name, combine), *dependent)
 
     def plan(self, variant: Variant) -> KernelPlan:
@@ -237,7 +240,7 @@ def plan_main(variant: Variant, geometry: Geometry | None = None) -> KernelPlan:
         params=params,
         params_bytes=params_bytes,
         grid="batch * s_q * num_splits * head_groups",
-        overlaps_previous=False,
+        overlaps_previous=variant.body == hopper.BODY,
         guards=checked(PLAN_GUARDS, values, _C_NAMES),
         budget=_budget(caches, chosen, smem_bytes, arch, registers_cap),
         moves_registers=chosen.registers is not None,
@@ -265,14 +268,19 @@ def _main_types(caches: Caches, g: Geometry, body: str, kv_heads: bool) -> tuple
             return TypeAlias(name, *hopper.operands(encoding, row))
         return TypeAlias(name, encoding.cpp(row), encoding.header)
 
+    def row_copy(name: str, row: str, header: str) -> TypeAlias:
+        if body == hopper.BODY:
+            return TypeAlias(name, f"tile::SharedRowCopy<{row}, {g.stage_shares}>", _SHARED_ROW_COPY_HEADER)
+        return TypeAlias(name, f"tile::RowCopy<{row}>", header)
+
     types = [
         encoding("Encoding", caches.main.encoding, _ROW),
-        TypeAlias("RowCopy", f"tile::RowCopy<{_ROW}>", _ROW_COPY_HEADERS[g.bulk]),
+        row_copy("RowCopy", _ROW, _ROW_COPY_HEADERS[g.bulk]),
     ]
     if caches.extra is not None and caches.two_formats:
         types += [
             encoding("ExtraEncoding", caches.extra.encoding, _EXTRA_ROW),
-            TypeAlias("ExtraRowCopy", f"tile::RowCopy<{_EXTRA_ROW}>", "sparse_decode/source.cuh"),
+            row_copy("ExtraRowCopy", _EXTRA_ROW, "sparse_decode/source.cuh"),
         ]
     _, name, header = _BODIES[body]
     extra = ", ExtraEncoding, ExtraRowCopy" if caches.two_formats else ""
@@ -293,6 +301,7 @@ def _main_constants(
         ("kScoreWarps", g.score_warps),
         ("kValueWarps", g.value_warps),
         ("kProducers", g.producers),
+        *((("kStageShares", g.stage_shares),) if body is hopper else ()),
         ("kWarpBlocks", g.warp_blocks),
         ("kGroupsTogether", g.groups_together),
         ("kProbabilityBuffers", g.probability_buffers),

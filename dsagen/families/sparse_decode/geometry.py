@@ -22,8 +22,9 @@ class Geometry:
 
     `heads_n` is the padded head count of a CTA. A score warp takes `warp_blocks` blocks of 16 tokens; the score warps
     that this leaves over share the heads. `bulk` rows arrive by bulk copies (sm_90+), others by 16-byte asynchronous
-    copies. `groups_together` scale groups of a score run side by side, which takes registers. `registers` is what
-    value, score and producer warps have after moving registers (sm_90a and newer); None: an even deal.
+    copies; `stage_shares` producers bring a stage together. `groups_together` scale groups of a score run side by side,
+    which takes registers. `registers` is what value, score and producer warps have after moving registers (sm_90a and
+    newer); None: an even deal.
     """
 
     heads_n: int
@@ -33,6 +34,7 @@ class Geometry:
     score_warps: int = 4
     value_warps: int = VALUE_WARPS
     producers: int = 2
+    stage_shares: int = 1
     probability_buffers: int = 2
     groups_together: int = 1
     bulk: bool = False
@@ -85,7 +87,7 @@ def common_fields(caches: Caches, geometry: Geometry, block_groups: int) -> tupl
     `block_groups`: how many score warps have tokens of their own.
     """
     g = geometry
-    addresses = (g.producers, caches.address_parts * STAGE_TOKENS)
+    addresses = (g.producers, caches.address_parts * STAGE_TOKENS // g.stage_shares)
     return (
         SmemField("landed", "u64", (g.stages,), "barriers: the rows of a stage have arrived"),
         SmemField("freed", "u64", (g.stages,), "barriers: score and value warps are done with a stage"),

@@ -17,8 +17,12 @@ _OPERAND_DIMS = OPERAND_PITCH_BYTES // 2
 # The tensor cores' swizzle counts eight rows from multiples of this.
 _OPERAND_ALIGN_BYTES = 1024
 _TILE_TOKENS = 64
-_SCORE_WARPS = 4
-_REGISTERS = (128, 232, 24)
+# A second group of score warps fills what one group waits; with more heads there are no registers for it.
+_SCORE_WARPS = {True: 8, False: 4}
+_TWO_GROUPS_HEADS = 16
+# Of a stage a warp issues a copy in some 40 clk, and has some 700 clk of other work. Measured: pairs are fastest.
+_PRODUCERS, _STAGE_SHARES = 4, 2
+_REGISTERS = {True: (104, 112, 48), False: (128, 208, 48)}
 
 
 def takes(caches: Caches, heads_n: int, arch: Arch) -> bool:
@@ -34,15 +38,18 @@ def takes(caches: Caches, heads_n: int, arch: Arch) -> bool:
 
 def shapes(heads_n: int) -> Iterator[Geometry]:
     """Geometries to try, best first, whether or not they fit. Rows are skipped by whole stages (`warp_blocks` 2)."""
-    for stages in range(MAX_STAGES, 2, -1):
+    two_groups = heads_n <= _TWO_GROUPS_HEADS
+    for stages in range(MAX_STAGES, 3 if two_groups else 2, -1):
         yield Geometry(
             heads_n=heads_n,
             tile_tokens=_TILE_TOKENS,
             stages=stages,
             warp_blocks=STAGE_TOKENS // 16,
-            score_warps=_SCORE_WARPS,
+            score_warps=_SCORE_WARPS[two_groups],
+            producers=_PRODUCERS,
+            stage_shares=_STAGE_SHARES,
             bulk=True,
-            registers=_REGISTERS,
+            registers=_REGISTERS[two_groups],
         )
 
 
@@ -73,7 +80,9 @@ def smem_fields(caches: Caches, geometry: Geometry) -> tuple[tuple[SmemField, ..
                 _OPERAND_ALIGN_BYTES,
             ),
             SmemField("rows", "u8", (g.stages, STAGE_TOKENS, caches.pitch_bytes), "ring of raw cache rows", 128),
-            *common_fields(caches, g, block_groups=_SCORE_WARPS),
+            *common_fields(caches, g, block_groups=g.score_warps),
+            SmemField("reference", "float", (g.heads_n,), "softmax reference of a head"),
+            SmemField("followed", "float", (g.score_warps // 4, g.heads_n), "that of a group's sums"),
         )
     )
 

@@ -32,34 +32,28 @@ struct WgmmaFp8Fp32Scale : Fp8Fp32Scale<C> {
     }
   }
 
-  // A warp's 16 tokens, a unit per scale group.
+  // A warp's 16 tokens, two units per scale group: the operands of a whole one would take half of the registers.
   struct Keys {
-    static constexpr int kUnits = Base::kGroups, kSteps = Base::kGroupDims / 16, kDepth = 2;
-    static_assert(kUnits == 4 && C::kNopeDims % 16 == 0);
+    static constexpr int kGroups = Base::kGroups, kJoined = 2;
+    static constexpr int kUnits = kGroups * kJoined, kSteps = Base::kGroupDims / 16 / kJoined, kDepth = 2;
+    static_assert(kGroups == 4 && kSteps == 4 && C::kNopeDims % 16 == 0);
     u32 row;  // this lane's 32 B of group 0 in token lane / 4
-    float scales[2][kUnits];
 
-    DSA_DEVICE Keys(u32 rows, int lane) : row(rows + (lane / 4) * C::kRowPitchBytes + 32 * (lane % 4)) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const Words4 w = ptx::load_shared_16(rows + (lane / 4 + 8 * half) * C::kRowPitchBytes + C::kNopeDims);
-        scales[half][0] = ptx::float_of(w.x) * kKeyScale, scales[half][1] = ptx::float_of(w.y) * kKeyScale;
-        scales[half][2] = ptx::float_of(w.z) * kKeyScale, scales[half][3] = ptx::float_of(w.w) * kKeyScale;
-      }
-    }
+    u32 scales;  // of token lane / 4
 
-    // Word `step` of the lane's 32 B feeds that step.
-    DSA_DEVICE void load(u32 (&a)[kSteps][4], int group) const {
-      const u32 at = row + Base::kGroupDims * group;
+    DSA_DEVICE Keys(u32 rows, int lane)
+        : row(rows + (lane / 4) * C::kRowPitchBytes + 32 * (lane % 4)),
+          scales(rows + (lane / 4) * C::kRowPitchBytes + C::kNopeDims) {}
+
+    // Word `step` of the lane's 32 B of a group feeds that step of both units.
+    DSA_DEVICE void load(u32 (&a)[kSteps][4], int unit) const {
+      const u32 at = row + Base::kGroupDims * (unit / kJoined) + 16 * (unit % kJoined);
+      const Words4 x = ptx::load_shared_16(at), y = ptx::load_shared_16(at + 8 * C::kRowPitchBytes);
+      const u32 low[4] = {x.x, x.y, x.z, x.w}, high[4] = {y.x, y.y, y.z, y.w};
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const Words4 x = ptx::load_shared_16(at + 16 * half), y = ptx::load_shared_16(at + 8 * C::kRowPitchBytes + 16 * half);
-        const u32 low[4] = {x.x, x.y, x.z, x.w}, high[4] = {y.x, y.y, y.z, y.w};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          key_pairs(low[i], a[4 * half + i][0], a[4 * half + i][2]);
-          key_pairs(high[i], a[4 * half + i][1], a[4 * half + i][3]);
-        }
+      for (int i = 0; i < kSteps; ++i) {
+        key_pairs(low[i], a[i][0], a[i][2]);
+        key_pairs(high[i], a[i][1], a[i][3]);
       }
     }
 
@@ -70,10 +64,14 @@ struct WgmmaFp8Fp32Scale : Fp8Fp32Scale<C> {
 
     template <int kTiles>
     DSA_DEVICE void add(float (&s)[kTiles][4], const float (&acc)[kTiles][4], int group) const {
+      float factor[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        factor[half] = ptx::float_of(ptx::load_shared_4(scales + 8 * half * C::kRowPitchBytes + 4 * group)) * kKeyScale;
 #pragma unroll
       for (int j = 0; j < kTiles; ++j)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) s[j][i] = acc[j][i] * scales[i / 2][group] + s[j][i];
+        for (int i = 0; i < 4; ++i) s[j][i] = acc[j][i] * factor[i / 2] + s[j][i];
     }
   };
 

@@ -31,7 +31,7 @@ struct WgmmaFp8Ue8m0Scale : Fp8Ue8m0Scale<C> {
 
   // A warp's 16 tokens, a unit per scale group.
   struct Keys {
-    static constexpr int kUnits = Base::kGroups, kSteps = Base::kGroupDims / 16;
+    static constexpr int kUnits = Base::kGroups, kSteps = Base::kGroupDims / 16, kJoined = 1;
     static constexpr int kDepth = kSteps < 4 ? 3 : 2;  // narrow groups have few steps each: more of them on their way
     u32 key, scales;
 

@@ -23,38 +23,45 @@ DSA_DEVICE void start_bf16_scores(float (&s)[kTiles][4], u32 rows, u64 query, in
   for (int step = 1; step < kSteps; ++step) ptx::Wgmma<true, kTiles>::bf16(s, a[step], Image::step(query, kFirst + step));
 }
 
-// s += scores of the units of `keys`. Each has kSteps k steps and sums of its own, which `add` scales and adds; kDepth units
-// are on their way at once, so that the keys of one are made while those before it are multiplied. Products into s that
-// were started before and not committed are of the first one's group.
+// s += scores of the units of `keys`. Each has kSteps k steps, and kJoined in a row have sums of their own, which `add` scales
+// and adds; kDepth units are on their way at once, so that the keys of one are made while those before it are multiplied.
+// Products into s that were started before and not committed are of the first one's group.
 template <class Image, class Keys, int kTiles>
 DSA_DEVICE void add_unit_scores(float (&s)[kTiles][4], const Keys& keys, u64 query) {
-  constexpr int kDepth = Keys::kDepth, kUnits = Keys::kUnits, kSteps = Keys::kSteps;
-  static_assert(kDepth >= 2 && kUnits >= kDepth);
+  constexpr int kDepth = Keys::kDepth, kUnits = Keys::kUnits, kSteps = Keys::kSteps, kJoined = Keys::kJoined;
+  constexpr int kSums = (kDepth - 1) / kJoined + (kJoined > 1 ? 2 : 1);
+  static_assert(kDepth >= 2 && kUnits >= kDepth && kUnits % kJoined == 0);
   u32 a[kDepth][kSteps][4];
-  float acc[kDepth][kTiles][4];
+  float acc[kSums][kTiles][4];
   keys.load(a[0], 0);
 #pragma unroll
   for (int unit = 0; unit < kUnits; ++unit) {
-    const int own = unit % kDepth, oldest = unit - (kDepth - 1);
+    const int own = unit % kDepth, oldest = unit - (kDepth - 1), group = unit / kJoined, done = oldest / kJoined;
     ptx::wgmma_fence();
-    Keys::template multiply<false>(acc[own], a[own][0], Image::step(query, kSteps * unit));
+    if (unit % kJoined == 0) {
+      Keys::template multiply<false>(acc[group % kSums], a[own][0], Image::step(query, kSteps * unit));
+    } else {
+      Keys::template multiply<true>(acc[group % kSums], a[own][0], Image::step(query, kSteps * unit));
+    }
 #pragma unroll
     for (int step = 1; step < kSteps; ++step)
-      Keys::template multiply<true>(acc[own], a[own][step], Image::step(query, kSteps * unit + step));
+      Keys::template multiply<true>(acc[group % kSums], a[own][step], Image::step(query, kSteps * unit + step));
     ptx::wgmma_commit();
     if (oldest >= 0) {
       ptx::wgmma_wait<kDepth - 1>();
       if (oldest == 0) ptx::hold(s);
-      ptx::hold(acc[oldest % kDepth]);
-      keys.add(s, acc[oldest % kDepth], oldest);
+      if ((oldest + 1) % kJoined == 0) {
+        ptx::hold(acc[done % kSums]);
+        keys.add(s, acc[done % kSums], done);
+      }
     }
     if (unit + 1 < kUnits) keys.load(a[(unit + 1) % kDepth], unit + 1);
   }
   ptx::wgmma_wait<0>();
 #pragma unroll
-  for (int unit = kUnits - kDepth + 1; unit < kUnits; ++unit) {
-    ptx::hold(acc[unit % kDepth]);
-    keys.add(s, acc[unit % kDepth], unit);
+  for (int group = (kUnits - kDepth + 1) / kJoined; group < kUnits / kJoined; ++group) {
+    ptx::hold(acc[group % kSums]);
+    keys.add(s, acc[group % kSums], group);
   }
 }
 
