@@ -47,10 +47,13 @@ struct Hopper {
   using Word = typename Score::Word;
 
   static DSA_DEVICE void run(const Params& p, S& shared) {
-    if (p.fills != 0) fill_outside<Score, Unit>(p, kThreads);
+    ptx::grid_dependency_launch();
     const int lane = ptx::thread_index() % 32, warp = static_cast<int>(ptx::shuffle(ptx::thread_index() / 32, 0));
     const PlaceOf<S> place(shared);
     Ring ring(p, place, warp, lane);
+    // All that is read, lengths first, may come from the grid before, and what is written may still be read there.
+    ptx::grid_dependency_wait();
+    if (p.fills != 0) fill_outside<Score, Unit>(p, kThreads);
     Span<C, S, Params, Unit, C::kLeastTileKeys> span(p, shared);
 #pragma unroll 1
     for (bool first = true; span.tiles != 0; span.advance(), first = false) {

@@ -42,9 +42,9 @@ struct BulkKeyRing {
 
   DSA_DEVICE BulkKeyRing(const Params& params, const Place& shared, int warp_, int lane_)
       : p(params), place(shared), warp(warp_), lane(lane_) {
-    if (lane == 0) {
-#pragma unroll
-      for (int i = 0; i < C::kStages; ++i) ptx::mbarrier_init(landed(i), kArrivals);
+    static_assert(C::kStages <= 32, "a lane for each barrier");
+    if (lane < C::kStages) {
+      ptx::mbarrier_init(landed(lane), kArrivals);
       ptx::fence_mbarrier_init();
     }
     ptx::warp_sync();
@@ -88,9 +88,8 @@ struct BulkKeyRing {
     own.held = (mask >> key & 1) != 0;
     ptx::warp_sync();
     if (next < last) {
-      const u32 of_next = page;
-      page = page_of(next + step());
-      fill(slot, of_next);
+      fill(slot, page);
+      page = page_of(next);
     }
     if (++slot == C::kStages) slot = 0, parity ^= 1;
   }

@@ -76,10 +76,13 @@ struct HopperRagged {
   float weights[kTiles][2];  // of the lane's columns
 
   static DSA_DEVICE void run(const Params& p, S& shared) {
-    if (p.fills != 0) fill_outside<Score, RaggedUnit>(p, kThreads);
+    ptx::grid_dependency_launch();
     const int warp = static_cast<int>(ptx::shuffle(ptx::thread_index() / 32, 0));
     Ring ring(p, shared, warp / 4);
     Turns<C::kTakesTurns != 0> turns(ptx::shared_address(&shared.turns[0]), warp / 4);
+    // All that is read, lengths first, may come from the grid before, and what is written may still be read there.
+    ptx::grid_dependency_wait();
+    if (p.fills != 0) fill_outside<Score, RaggedUnit>(p, kThreads);
     Span<C, S, Params, RaggedUnit> span(p, shared);  // it meets, and barriers are set up
     const int lane = ptx::thread_index() % 32;
     HopperRagged own{p, shared, lane, warp / 4, ptx::opaque(warp % 4 * 16 + lane / 4 + lane % 2 * 8)};

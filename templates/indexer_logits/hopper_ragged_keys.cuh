@@ -22,15 +22,13 @@ struct SharedKeyRing {
   S& shared;
   int group, thread;  // the thread's warpgroup, and its number there
 
-  // One thread sets the barriers up; a barrier of the block follows.
+  // Threads of a warp set the barriers up, each those of a stage; a barrier of the block follows.
   DSA_DEVICE SharedKeyRing(const Params& params, S& shared_, int group_)
       : p(params), shared(shared_), group(group_), thread(ptx::thread_index() % 128) {
-    if (group != 0 || thread != 0) return;
-#pragma unroll 1
-    for (u32 i = 0; i < C::kStages; ++i) {
-      ptx::mbarrier_init(landed(i), 128);
-      ptx::mbarrier_init(freed(i), C::kWarps);
-    }
+    static_assert(C::kStages <= 32, "a thread for each stage");
+    if (group != 0 || thread >= C::kStages) return;
+    ptx::mbarrier_init(landed(thread), 128);
+    ptx::mbarrier_init(freed(thread), C::kWarps);
   }
 
   // Starts copying the first of `count` tiles, whose keys are first .. end - 1: of the last one there may be fewer.

@@ -72,7 +72,8 @@ def hopper_kernel(heads: int, dim: int = 128, scores: str = "fp32", role: str = 
 class EmulatedIndexer:
     """A kernel with the signature of the runtime's method, on `sms` SMs: few, so that a warp has tile after tile.
 
-    With a `page_stride_bytes` the cache's pages lie so far apart, with nothing in between.
+    With a `page_stride_bytes` the cache's pages lie so far apart, with nothing in between. What is `written_before` is
+    what the grid before writes.
     """
 
     spec: DeploymentSpec
@@ -81,6 +82,7 @@ class EmulatedIndexer:
     schedule: str | None = None
     sms: int = 1
     page_stride_bytes: int | None = None
+    written_before: tuple[str, ...] = ()
 
     def prepare(self) -> None:
         pass
@@ -108,7 +110,7 @@ class EmulatedIndexer:
             values[parameter] += address - whole.data_ptr()
         if self.page_stride_bytes is not None:
             values |= self._spread_pages(given.k_cache, memory)
-        self.kernel.launch(part.blocks, values, memory, self.seed, self.schedule)
+        self.kernel.launch(part.blocks, values, memory.after(*self.written_before), self.seed, self.schedule)
         return out
 
     def _spread_pages(self, pool: torch.Tensor, memory: Memory) -> dict[str, int]:
@@ -139,6 +141,7 @@ class EmulatedRagged:
     schedule: str | None = None
     sms: int = 1
     key_stride_bytes: int | None = None
+    written_before: tuple[str, ...] = ()
 
     def prepare(self) -> None:
         pass
@@ -171,7 +174,7 @@ class EmulatedRagged:
             for number, key in enumerate(given.keys.view(torch.uint8)):
                 memory.add(f"key {number}", key, writable=False, address=base + number * self.key_stride_bytes)
             values |= {"keys": base, "key_stride_bytes": self.key_stride_bytes}
-        self.kernel.launch(part.blocks, values, memory, self.seed, self.schedule)
+        self.kernel.launch(part.blocks, values, memory.after(*self.written_before), self.seed, self.schedule)
         return out
 
 

@@ -180,3 +180,16 @@ def test_a_page_offset_in_32_bits() -> None:
 def test_an_image_that_products_do_not_see(line: str, without: str) -> None:
     wrong = faulty(hopper_kernel(16), line, without)
     assert a_race(complaint(wrong), r"shared bytes \d+ to \d+") or "fence.proxy.async" in complaint(wrong)
+
+
+BEFORE = ("q", "k_cache", "weights", "context_lens", "block_table", "out")
+
+
+def test_nothing_is_touched_before_the_grid_before_has_ended() -> None:
+    assert problem(PLANTED, replace(indexer(), written_before=BEFORE)) == ""
+    wrong = faulty(hopper_kernel(16), "    ptx::grid_dependency_wait();\n", "")
+    assert problem(PLANTED, replace(indexer(), kernel=wrong)) == ""
+    for name in BEFORE:
+        subject = replace(indexer(), kernel=wrong, written_before=(name,))
+        early = rf"buffer {name}, which the grid before writes, ahead of griddepcontrol\.wait"
+        assert re.search(early, said(lambda subject=subject: problem(PLANTED, subject)))

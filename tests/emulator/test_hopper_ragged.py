@@ -22,6 +22,7 @@ from dsagen.errors import EmulatorError
 from dsagen.families.indexer_logits.hopper_ragged import plan_hopper_ragged, preferred_geometry
 from dsagen.runtime.api import load
 from dsagen.runtime.emulated import EmulatedLaunch, EmulatorOptions
+from dsagen.runtime.indexer_ragged import FORM as RAGGED_FORM
 
 pytestmark = pytest.mark.compile
 
@@ -141,3 +142,13 @@ def test_faults_are_noticed(old: str, new: str) -> None:
     wrong = replace(right, kernel=faulty(right.kernel, old, new))
     cases = (BEYOND, replace(BEYOND, max_window=None), EDGES, PROMPTS)
     assert any(complaint(case, wrong) for case in cases)
+
+
+def test_nothing_is_touched_before_the_grid_before_has_ended() -> None:
+    case, right = RaggedCase("planted", 5, 200, windows=Windows.WHOLE), indexer()
+    before = tuple(name for name in map(str, RAGGED_FORM.addresses.values()) if name != "q_scales")
+    assert ragged_problem(case, replace(right, written_before=before)) == ""
+    wrong = faulty(right.kernel, "    ptx::grid_dependency_wait();\n", "")
+    for name in before:
+        early = rf"buffer {name}, which the grid before writes, ahead of griddepcontrol\.wait"
+        assert re.search(early, complaint(case, replace(right, kernel=wrong, written_before=(name,))))

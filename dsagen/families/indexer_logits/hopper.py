@@ -190,7 +190,7 @@ def plan_hopper(variant: Variant, geometry: HopperGeometry | None = None) -> Ker
         params=params,
         params_bytes=params_bytes,
         grid=f"min({g.per_sm} x SMs, tiles of {LEAST_TILE_KEYS} keys)",
-        overlaps_previous=False,
+        overlaps_previous=True,
         guards=checked(HOPPER_PLAN_GUARDS, values, _C_NAMES),
         budget=(
             (

@@ -137,7 +137,7 @@ def plan_hopper_ragged(variant: Variant, geometry: HopperRaggedGeometry | None =
         params=params,
         params_bytes=params_bytes,
         grid=f"min(SMs, tiles of {TILE_KEYS} keys)",
-        overlaps_previous=False,
+        overlaps_previous=True,
         guards=checked(HOPPER_RAGGED_PLAN_GUARDS, values, _C_NAMES),
         budget=(
             ("shape", f"{g.groups} warpgroups of {g.queries} tokens, products of 64 keys and {g.columns} columns"),
