@@ -6,10 +6,10 @@
 //
 // Keys are the M of a product, 64 of them, 16 a warp, and a warp holds those of two products in registers for all tokens of a
 // unit. The heads of a token, or half of them, are its N, which the tensor cores read from an image of q in shared memory.
-// While the first product's sums over heads are made, the second one runs.
+// While the sums over heads of a product are made, the next one runs.
 //
 //   time ->  warp   | bulk copies of tiles i .. i + S - 1 | wait i | tile i to registers | copies of tile i + S | products ..
-//            group  | both products of token t | sums of the first | sums of the second, scores | products of t + 1 | ..
+//            group  | first product of token t, sums and scores of t - 1 | second product, sums of the first | first of t + 1 ..
 //            block  | q image of the unit | meet | tiles of the unit, dealt to the warpgroups in turn | meet | next image ..
 //
 //   landed[warp][stage]  the warp's own copies arrive: bulk copies by their bytes, those of words by each lane. Its lanes
@@ -44,6 +44,7 @@ struct Hopper {
   static_assert(C::kQueryPitchBytes == 128, "what the swizzle spans");
   using Image = OperandImage<C, S, Operands, Params>;
   using Ring = BulkKeyRing<C, S, Operands, Params>;
+  using Spans = Span<C, S, Params, Unit, C::kLeastTileKeys>;
   using Word = typename Score::Word;
 
   static DSA_DEVICE void run(const Params& p, S& shared) {
@@ -54,7 +55,7 @@ struct Hopper {
     // All that is read, lengths first, may come from the grid before, and what is written may still be read there.
     ptx::grid_dependency_wait();
     if (p.fills != 0) fill_outside<Score, Unit>(p, kThreads);
-    Span<C, S, Params, Unit, C::kLeastTileKeys> span(p, shared);
+    Spans span(p, shared);
 #pragma unroll 1
     for (bool first = true; span.tiles != 0; span.advance(), first = false) {
       const Unit unit(p, span.unit);
@@ -63,82 +64,138 @@ struct Hopper {
       Image::stage(p, place, unit);
       ptx::fence_proxy_async();  // products read the image
       ptx::block_sync();
-      Word* rows = static_cast<Word*>(p.scores) + unit.row(p, 0) * p.score_stride;
-#pragma unroll 1
-      for (u32 tile = warp / 4; tile < span.tiles; tile += C::kWarps / 4) {
-        u32 a[2][kSteps][4];
-        OwnKey own;
-        ring.take(a, own);
-        const u32 first_key = (span.first_tile + tile) * span.tile_keys, own_keys = span.tile_keys / 4;
-        const bool has = static_cast<u32>(OwnKey::place(lane)) < own_keys;
-        const u32 key = has ? first_key + warp % 4 * own_keys + OwnKey::place(lane) : kNoKey;
-        score_tile(p, place, unit.tokens, rows, first_key, key, own_keys > 16, a, own, lane);
-      }
+      const Tiles tiles{span, static_cast<Word*>(p.scores) + unit.row(p, 0) * p.score_stride, warp, lane};
+      span.tile_keys > kProductKeys ? score(p, place, unit.tokens, ring, tiles) : score_small(p, place, unit.tokens, ring, tiles);
     }
   }
 
  private:
-  static constexpr u32 kNoKey = 0xffffffffu;
+  static constexpr u32 kNoKey = 0xffffffffu, kProductKeys = 64;
+  static constexpr int kPartBytes = 8 * kTiles * C::kQueryPitchBytes, kPartWeights = C::kWeightWords / kParts;
 
-  // `key` is the lane's own. Where tiles are small no key is among those of the second product.
-  static DSA_DEVICE void score_tile(const Params& p, const PlaceOf<S>& place, int tokens, Word* rows, u32 first_key, u32 key,
-                                    bool both, const u32 (&a)[2][kSteps][4], const OwnKey& own, int lane) {
-#pragma unroll 1
-    for (int token = 0; token < tokens; ++token) {
-      const u32 limit = ptx::load_shared_4(place.limits() + 4 * token);
-      if (limit <= first_key) continue;
-      u32 image = place.query() + token * (C::kRows * C::kQueryPitchBytes);
-      u32 weights = place.weights() + token * (C::kWeightWords * 4) + lane % 4 * 16;
-      float sums[2][4] = {};
-      // A loop, so that no part's accumulators have registers beside those of the one before.
-#pragma unroll 1
-      for (int part = 0; part < kParts; ++part) {
-        both ? multiply(sums, a, ptx::swizzled_operand(image), weights)
-             : multiply_first(sums, a, ptx::swizzled_operand(image), weights);
-        image += 8 * kTiles * C::kQueryPitchBytes, weights += C::kWeightWords / kParts * 4;
-      }
+  // The warpgroup's tiles of a unit, and the lane's own key in each.
+  struct Tiles {
+    const Spans& span;
+    Word* rows;  // scores of key 0
+    int warp, lane;
+
+    DSA_DEVICE u32 key(u32 tile) const {
+      const u32 own_keys = span.tile_keys / 4, place = static_cast<u32>(OwnKey::place(lane));
+      return place < own_keys ? (span.first_tile + tile) * span.tile_keys + warp % 4 * own_keys + place : kNoKey;
+    }
+  };
+
+  // What a lane stores next: the score of `key` for a token that sees keys below the number that is at `limit`.
+  struct OwnScore {
+    Word* to;
+    u32 key, limit;
+    OwnKey own;
+
+    // Of sums, which become zeros.
+    DSA_DEVICE void store(float (&sums)[2][4], int lane) const {
+      const u32 keys = ptx::load_shared_4(limit);
       const float score = own_sum(sums, lane) * own.scale;
-      if (key < limit) rows[token * p.score_stride + key] = Score::of(own.held ? score : kNegInf);
-    }
-  }
-
-  // sums += weight x relu of a part of the heads, whose rows of the image begin at `b`, for the keys of both products.
-  static DSA_DEVICE void multiply(float (&sums)[2][4], const u32 (&a)[2][kSteps][4], u64 b, u32 weights) {
-    float x[kTiles][4], y[kTiles][4];
-    ptx::wgmma_fence();
-    Operands::start(x, a[0], b);
-    Operands::start(y, a[1], b);
-    ptx::wgmma_wait<1>();
-    ptx::hold(x);
-    add(sums[0], x, weights);
-    ptx::wgmma_wait<0>();
-    ptx::hold(y);
-    add(sums[1], y, weights);
-  }
-
-  static DSA_DEVICE void multiply_first(float (&sums)[2][4], const u32 (&a)[2][kSteps][4], u64 b, u32 weights) {
-    float x[kTiles][4];
-    ptx::wgmma_fence();
-    Operands::start(x, a[0], b);
-    ptx::wgmma_wait<0>();
-    ptx::hold(x);
-    add(sums[0], x, weights);
-  }
-
-  // sums += weight x relu: rows r and r + 8, each of even and odd columns.
-  static DSA_DEVICE void add(float (&sums)[4], const float (&d)[kTiles][4], u32 weights) {
+      if (key < keys) *to = Score::of(own.held ? score : kNegInf);
 #pragma unroll
-    for (int j = 0; j < kTiles; j += 2) {
-      const Words4 w = ptx::load_shared_16(weights + 32 * j);
-      add(sums, d[j], ptx::float_of(w.x), ptx::float_of(w.y));
-      if (j + 1 < kTiles) add(sums, d[j + 1], ptx::float_of(w.z), ptx::float_of(w.w));
+      for (int i = 0; i < 8; ++i) sums[i / 4][i % 4] = 0.0f;
+    }
+
+    DSA_DEVICE void on(i64 stride) { to += stride, limit += 4; }
+  };
+
+  // Products x, of the first keys of a tile, and y, of the others, in turn: part by part of the heads of one token after the
+  // other, tile after tile. While one runs, the sums of the one before it are made. Tokens that do not see a tile are
+  // multiplied, too.
+  static DSA_DEVICE void score(const Params& p, const PlaceOf<S>& place, int tokens, Ring& ring, const Tiles& tiles) {
+    u32 a[2][kSteps][4];
+    float x[kTiles][4], y[kTiles][4] = {}, sums[2][4] = {};
+    PartWeights w{};
+    OwnScore last{tiles.rows, kNoKey, place.limits(), {}};
+#pragma unroll 1
+    for (u32 tile = tiles.warp / 4; tile < tiles.span.tiles; tile += C::kWarps / 4) {
+      OwnScore next{tiles.rows + tiles.key(tile), tiles.key(tile), place.limits(), {}};
+      ring.take(a, next.own);
+      u64 b = ptx::swizzled_operand(place.query());
+      u32 weights = place.weights() + tiles.lane % 4 * 16;
+      int part = 0;
+#pragma unroll 1
+      for (int left = tokens * kParts; left > 0; --left) {
+        ptx::wgmma_fence();
+        Operands::start(x, a[0], b);
+        if (left == tokens * kParts) ring.refill();
+        w.add(sums[1], y);
+        if (kParts == 1 || part == 0) {
+          last.store(sums, tiles.lane);
+          last = next;
+          next.on(p.score_stride);
+        }
+        w.load(weights);
+        ptx::wgmma_fence();
+        Operands::start(y, a[1], b);
+        ptx::wgmma_wait<1>();
+        ptx::hold(x);
+        w.add(sums[0], x);
+        ptx::wgmma_wait<0>();
+        ptx::hold(y);
+        b += kPartBytes / 16, weights += kPartWeights * 4;
+        if (kParts > 1 && ++part == kParts) part = 0;
+      }
+    }
+    w.add(sums[1], y);
+    last.store(sums, tiles.lane);
+  }
+
+  // The same of tiles of up to 64 keys, all among those of the first product.
+  static DSA_DEVICE void score_small(const Params& p, const PlaceOf<S>& place, int tokens, Ring& ring, const Tiles& tiles) {
+    u32 a[2][kSteps][4];
+    float sums[2][4] = {};
+#pragma unroll 1
+    for (u32 tile = tiles.warp / 4; tile < tiles.span.tiles; tile += C::kWarps / 4) {
+      OwnScore next{tiles.rows + tiles.key(tile), tiles.key(tile), place.limits(), {}};
+      ring.take(a, next.own);
+      ring.refill();
+      u64 b = ptx::swizzled_operand(place.query());
+      u32 weights = place.weights() + tiles.lane % 4 * 16;
+#pragma unroll 1
+      for (int token = 0; token < tokens; ++token) {
+#pragma unroll 1
+        for (int part = 0; part < kParts; ++part) {
+          float x[kTiles][4];
+          ptx::wgmma_fence();
+          Operands::start(x, a[0], b);
+          PartWeights w;
+          w.load(weights);
+          ptx::wgmma_wait<0>();
+          ptx::hold(x);
+          w.add(sums[0], x);
+          b += kPartBytes / 16, weights += kPartWeights * 4;
+        }
+        next.store(sums, tiles.lane);
+        next.on(p.score_stride);
+      }
     }
   }
 
-  static DSA_DEVICE void add(float (&sums)[4], const float (&d)[4], float even, float odd) {
-    sums[0] = even * ptx::max_nan(d[0], 0.0f) + sums[0], sums[1] = odd * ptx::max_nan(d[1], 0.0f) + sums[1];
-    sums[2] = even * ptx::max_nan(d[2], 0.0f) + sums[2], sums[3] = odd * ptx::max_nan(d[3], 0.0f) + sums[3];
-  }
+  // A lane's weights of a part of the heads.
+  struct PartWeights {
+    Words4 of[(kTiles + 1) / 2];
+
+    DSA_DEVICE void load(u32 at) {
+#pragma unroll
+      for (int i = 0; i < (kTiles + 1) / 2; ++i) of[i] = ptx::load_shared_16(at + 64 * i);
+    }
+
+    // sums += weight x relu: rows r and r + 8, each of even and odd columns.
+    DSA_DEVICE void add(float (&sums)[4], const float (&d)[kTiles][4]) const {
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) {
+        const Words4& w = of[j / 2];
+        const float even = ptx::float_of(j % 2 == 0 ? w.x : w.z), odd = ptx::float_of(j % 2 == 0 ? w.y : w.w);
+        sums[0] = even * ptx::max_nan(d[j][0], 0.0f) + sums[0], sums[1] = odd * ptx::max_nan(d[j][1], 0.0f) + sums[1];
+        sums[2] = even * ptx::max_nan(d[j][2], 0.0f) + sums[2], sums[3] = odd * ptx::max_nan(d[j][3], 0.0f) + sums[3];
+      }
+    }
+  };
 
   // The four lanes of a row have columns of their own, and sums of four keys; each ends with one key's.
   static DSA_DEVICE float own_sum(const float (&sums)[2][4], int lane) {

@@ -74,7 +74,7 @@ struct BulkKeyRing {
     page = page_of(next);
   }
 
-  // The oldest tile as A operands of two products, and what is kept of the lane's own key; its place takes the next tile.
+  // The oldest tile as A operands of two products, and what is kept of the lane's own key.
   DSA_DEVICE void take(u32 (&a)[2][kSteps][4], OwnKey& own) {
     ptx::mbarrier_wait(landed(slot), parity);
     const u32 mask = ptx::load_shared_4(held(slot));
@@ -86,6 +86,10 @@ struct BulkKeyRing {
     const int key = OwnKey::place(lane);
     own.scale = Operands::kBlockScales ? 1.0f : ptx::float_of(ptx::load_shared_4(scales(slot) + 4 * key));
     own.held = (mask >> key & 1) != 0;
+  }
+
+  // The place of the tile that was taken takes the next one.
+  DSA_DEVICE void refill() {
     ptx::warp_sync();
     if (next < last) {
       fill(slot, page);
