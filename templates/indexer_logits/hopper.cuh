@@ -72,6 +72,7 @@ struct Hopper {
  private:
   static constexpr u32 kNoKey = 0xffffffffu, kProductKeys = 64;
   static constexpr int kPartBytes = 8 * kTiles * C::kQueryPitchBytes, kPartWeights = C::kWeightWords / kParts;
+  static constexpr int kTokenGap = C::kTokenBytes - kParts * kPartBytes;  // rows of q continue there
 
   // The warpgroup's tiles of a unit, and the lane's own key in each.
   struct Tiles {
@@ -115,7 +116,7 @@ struct Hopper {
     for (u32 tile = tiles.warp / 4; tile < tiles.span.tiles; tile += C::kWarps / 4) {
       OwnScore next{tiles.rows + tiles.key(tile), tiles.key(tile), place.limits(), {}};
       ring.take(a, next.own);
-      u64 b = ptx::swizzled_operand(place.query());
+      u64 b = ptx::swizzled_operand(place.operands());
       u32 weights = place.weights() + tiles.lane % 4 * 16;
       int part = 0;
 #pragma unroll 1
@@ -138,7 +139,7 @@ struct Hopper {
         ptx::wgmma_wait<0>();
         ptx::hold(y);
         b += kPartBytes / 16, weights += kPartWeights * 4;
-        if (kParts > 1 && ++part == kParts) part = 0;
+        if (kParts == 1 || ++part == kParts) b += kTokenGap / 16, part = 0;
       }
     }
     w.add(sums[1], y);
@@ -154,7 +155,7 @@ struct Hopper {
       OwnScore next{tiles.rows + tiles.key(tile), tiles.key(tile), place.limits(), {}};
       ring.take(a, next.own);
       ring.refill();
-      u64 b = ptx::swizzled_operand(place.query());
+      u64 b = ptx::swizzled_operand(place.operands());
       u32 weights = place.weights() + tiles.lane % 4 * 16;
 #pragma unroll 1
       for (int token = 0; token < tokens; ++token) {
@@ -172,6 +173,7 @@ struct Hopper {
         }
         next.store(sums, tiles.lane);
         next.on(p.score_stride);
+        b += kTokenGap / 16;
       }
     }
   }

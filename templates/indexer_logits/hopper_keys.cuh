@@ -39,11 +39,16 @@ struct BulkKeyRing {
   const Place place;
   int warp, lane;
   u32 slot = 0, parity = 0;  // of the oldest tile in the ring
+  u32 stages;                // as many as q leaves room for
+  u32 first_codes;           // of the warp's ring
 
   DSA_DEVICE BulkKeyRing(const Params& params, const Place& shared, int warp_, int lane_)
       : p(params), place(shared), warp(warp_), lane(lane_) {
-    static_assert(C::kStages <= 32, "a lane for each barrier");
-    if (lane < C::kStages) {
+    static_assert(C::kMostStages <= 32, "a lane for each barrier");
+    const u32 image = static_cast<u32>(p.unit_tokens) * C::kTokenBytes, room = (C::kOperandBytes - image) / (C::kWarps * kKeyBytes);
+    stages = room < C::kMostStages ? room : C::kMostStages;
+    first_codes = place.operands() + image + warp * stages * kKeyBytes;
+    if (lane < C::kMostStages) {
       ptx::mbarrier_init(landed(lane), kArrivals);
       ptx::fence_mbarrier_init();
     }
@@ -60,16 +65,16 @@ struct BulkKeyRing {
     end = last < all ? last : all;
     own_keys = tile_keys / 4;
     next = (first + warp / 4) * tile_keys + warp % 4 * own_keys;
-    u32 pages[C::kStages];  // all asked for before any is waited for
+    u32 pages[C::kMostStages];  // all asked for before any is waited for
 #pragma unroll
-    for (int i = 0; i < C::kStages; ++i) pages[i] = page_of(next + i * step());
+    for (int i = 0; i < C::kMostStages; ++i) pages[i] = page_of(next + i * step());
     u32 to = slot;
 #pragma unroll 1
-    for (int i = 0; i < C::kStages && next < last; ++i) {
+    for (u32 i = 0; i < stages && next < last; ++i) {
       fill(to, pages[0]);
-      to = to + 1 == C::kStages ? 0 : to + 1;
+      to = to + 1 == stages ? 0 : to + 1;
 #pragma unroll
-      for (int n = 0; n + 1 < C::kStages; ++n) pages[n] = pages[n + 1];
+      for (int n = 0; n + 1 < C::kMostStages; ++n) pages[n] = pages[n + 1];
     }
     page = page_of(next);
   }
@@ -95,7 +100,7 @@ struct BulkKeyRing {
       fill(slot, page);
       page = page_of(next);
     }
-    if (++slot == C::kStages) slot = 0, parity ^= 1;
+    if (++slot == stages) slot = 0, parity ^= 1;
   }
 
  private:
@@ -106,10 +111,10 @@ struct BulkKeyRing {
 
   DSA_DEVICE u32 step() const { return C::kWarps * own_keys; }  // from one tile of the warp's group to the next
 
-  DSA_DEVICE u32 codes(u32 of) const { return place.keys() + (warp * C::kStages + of) * kKeyBytes; }
-  DSA_DEVICE u32 scales(u32 of) const { return place.scales() + (warp * C::kStages + of) * (4 * kWarpKeys); }
-  DSA_DEVICE u32 held(u32 of) const { return place.held() + (warp * C::kStages + of) * 4; }
-  DSA_DEVICE u32 landed(u32 of) const { return place.landed() + (warp * C::kStages + of) * 8; }
+  DSA_DEVICE u32 codes(u32 of) const { return first_codes + of * kKeyBytes; }
+  DSA_DEVICE u32 scales(u32 of) const { return place.scales() + (warp * C::kMostStages + of) * (4 * kWarpKeys); }
+  DSA_DEVICE u32 held(u32 of) const { return place.held() + (warp * C::kMostStages + of) * 4; }
+  DSA_DEVICE u32 landed(u32 of) const { return place.landed() + (warp * C::kMostStages + of) * 8; }
 
   DSA_DEVICE u32 page_of(u32 first) const {
     const tile::PageDivisor divisor{p.page_multiplier, p.page_shift, p.page_size};

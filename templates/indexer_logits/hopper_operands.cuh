@@ -71,12 +71,12 @@ DSA_DEVICE void halves_of(u32 word, typename Codes::Factor factor, u32 (&halves)
 }
 
 // bf16 of codes with their blocks' scales, a lane's pieces of a row as in the portable body. Rows of q that are longer than
-// 128 B continue in the next part of the image, which has all rows, too.
+// 128 B continue in the next part of the token's image, which has all its rows, too.
 template <class C, class Codes>
 struct HalfOperands {
   static constexpr bool kBlockScales = true;
   static constexpr int kDim = C::kDim, kSteps = kDim / 16, kWords = C::kRowBytes / 16, kPartSteps = 4;
-  static constexpr int kPartBytes = C::kQueryRows * C::kQueryPitchBytes, kWordQuads = 8 / Codes::kBits;
+  static constexpr int kPartBytes = C::kRows * C::kQueryPitchBytes, kWordQuads = 8 / Codes::kBits;
   using Order = DimOrder<kDim, Codes::kBits>;
   static_assert(4 * kWords == Order::kLaneBytes && Codes::kBlockScales);
 

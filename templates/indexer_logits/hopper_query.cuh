@@ -17,8 +17,8 @@ struct PlaceOf {
 
   DSA_DEVICE explicit PlaceOf(const S& shared) : base(ptx::opaque(ptx::shared_address(&shared))) {}
 
-  DSA_DEVICE u32 query() const { return base + __builtin_offsetof(S, query); }
-  DSA_DEVICE u32 keys() const { return base + __builtin_offsetof(S, keys); }
+  // q of a unit's tokens, and the rings of keys behind it.
+  DSA_DEVICE u32 operands() const { return base + __builtin_offsetof(S, operands); }
   DSA_DEVICE u32 scales() const { return base + __builtin_offsetof(S, scales); }
   DSA_DEVICE u32 held() const { return base + __builtin_offsetof(S, held); }
   DSA_DEVICE u32 landed() const { return base + __builtin_offsetof(S, landed); }
@@ -37,13 +37,14 @@ struct OperandImage {
 #pragma unroll 4
     for (int i = thread; i < unit.tokens * C::kRows * kChunks; i += kThreads) {
       const int row = i / kChunks, chunk = i % kChunks, token = row / C::kRows, head = row - token * C::kRows;
+      const u32 image = place.operands() + token * C::kTokenBytes;
       const u8* q = p.q + unit.query_byte(p, token, head);
       const bool there = C::kRows == C::kHeads || head < C::kHeads;
       u32 scales = 0;
       if constexpr (Operands::kBlockScales)
         if (there) scales = ptx::load_global_4(p.q_scales + unit.query_scale(p, token) + head);
       const Words4 codes = there ? ptx::load_global_16(q + 16 * chunk) : Words4{0, 0, 0, 0};
-      Operands::store_chunk(place.query(), row, chunk, codes, scales);
+      Operands::store_chunk(image, head, chunk, codes, scales);
     }
     for (int i = thread; i < unit.tokens * C::kWeightWords; i += kThreads) {
       const int token = i / C::kWeightWords, head = head_of(i - token * C::kWeightWords);

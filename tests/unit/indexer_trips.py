@@ -71,6 +71,13 @@ INDEXER_TRIPS = {
         {"query_rows": 80},
         {},
     ),
+    "IL-46": (
+        {"tokens": 4, "token_bytes": 8192, "stage_bytes": 16384, "operands_bytes": 49151},
+        "[IL-46] 49151 B of q and codes: q of 4 tokens, 8192 B each, and a stage of 16384 B must fit",
+        "((tokens * token_bytes) + stage_bytes) <= operands_bytes",
+        {"operands_bytes": 49152},
+        {},
+    ),
     "IL-43": (
         {"queries": 2, "heads": 72, "columns": 144},
         "[IL-43] 2 tokens of 72 heads in products of 144 columns: tokens with 72 to 128 rows between them are needed, "

@@ -76,9 +76,12 @@ def test_every_plan_fits_three_blocks_on_an_sm(heads: int, dim: int) -> None:
     assert 3 * (size + 1024) <= HOPPER.smem_per_sm_bytes
     assert 3 * 128 * hopper.REGISTERS <= 65536
     # 84 KB of keys under way keep memory busy; rows of few dims need what the ring may have.
-    assert 3 * 4 * g.stages * 32 * (dim + 4) >= 84_000 or g.stages == 8
+    least = g.stages_for(g.most_tokens)
+    assert 3 * 4 * least * 32 * (dim + 4) >= 84_000 or least == 8
+    assert g.stages == g.stages_for(1) >= min(8, 3 * 128 // dim)
     places = {field.name: field.offset_bytes for field in fields}
-    assert (places["query"], places["keys"] % 128, places["landed"] % 8, places["weights"] % 16) == (0, 0, 0, 0)
+    assert (places["operands"], places["landed"] % 8, places["weights"] % 16) == (0, 0, 0)
+    assert (g.token_bytes % 1024, g.stage_bytes % 128) == (0, 0)
     # A product has at most 64 columns in steps of 8, and those of a token are its heads or one tile more.
     columns = g.rows // g.parts
     assert columns % 8 == 0 and columns <= 64 and heads <= g.rows < heads + 16 and columns * g.parts == g.rows
@@ -137,20 +140,26 @@ def test_shared_memory_begins_where_the_swizzle_counts_from() -> None:
 @pytest.mark.parametrize(
     ("change", "guard_id"),
     [
-        ({"stages": 8}, "K-01"),
+        ({"shared_bytes": 300_000}, "K-01"),
         ({"per_sm": 4}, "K-02"),
         ({"dim": 96}, "IL-02"),
         ({"stages": 0}, "IL-04"),
         ({"heads": 136}, "IL-40"),
         ({"warps": 6, "per_sm": 1}, "IL-41"),
         ({"query_rows": 32}, "IL-42"),
+        ({"shared_bytes": 49_151}, "IL-46"),
     ],
 )
 @pytest.mark.usefixtures("asked")
 def test_a_plan_that_is_refused_says_so(change: dict[str, int], guard_id: str) -> None:
     g: HopperGeometry = replace(preferred_geometry(128, 64, HOPPER), **change)
     with pytest.raises(GuardError, match=rf"^\[{guard_id}\] .* \(indexer_logits-main-hopper-"):
-        plan_hopper(plan_of().variant, replace(g, query_rows=1024) if guard_id == "K-01" else g)
+        plan_hopper(plan_of().variant, g)
+
+
+def test_q_of_few_tokens_leaves_room_for_more_stages() -> None:
+    g = preferred_geometry(128, 64, HOPPER)
+    assert [g.stages_for(tokens) for tokens in (1, 2, 3, 4)] == [3, 3, 2, 2]
 
 
 @pytest.mark.usefixtures("asked")

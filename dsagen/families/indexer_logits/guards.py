@@ -65,6 +65,13 @@ WARPGROUP_GUARDS: tuple[Guard, ...] = (
         "1 <= tokens and tokens * token_rows <= query_rows",
         "image of {query_rows} rows: at least a token must fit, {tokens} of {token_rows} rows are to",
     ),
+    Guard(
+        "IL-46",
+        "plan",
+        "tokens * token_bytes + stage_bytes <= operands_bytes",
+        "{operands_bytes} B of q and codes: q of {tokens} tokens, {token_bytes} B each, and a stage of {stage_bytes} B "
+        "must fit",
+    ),
 )
 # Of its kernel for keys in one piece.
 RAGGED_WARPGROUP_GUARDS: tuple[Guard, ...] = (

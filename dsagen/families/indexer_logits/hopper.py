@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dsagen.arch import SMEM_RESERVED_PER_BLOCK_BYTES, Arch
 from dsagen.arch import arch as arch_row
@@ -30,7 +30,8 @@ MOST_COLUMNS, MOST_HALF_COLUMNS = 64, 32
 QUERY_PITCH_BYTES, QUERY_ALIGN_BYTES = 128, 1024
 # Rows of 128 B that the image has room for. Tokens with more read the keys again; products take longer then.
 MOST_QUERY_ROWS = 256
-# At most, of a warp. Three blocks with two stages of 4 KB a warp have 100 KB under way, enough to keep memory busy.
+# At most, of a warp. Two stages of 4 KB, 100 KB of three blocks, keep memory busy; where q leaves room for more, a
+# block of a call with few keys asks for all of its own at once.
 _RING_BYTES = 16384
 _MOST_STAGES = 8
 # A plan guard's names in the generated unit; names that are not here are printed as numbers.
@@ -41,15 +42,18 @@ _C_NAMES = {
     "token_rows": "Constants::kRows",
     "query_rows": "Constants::kQueryRows",
     "dim": "Body::kDim",
-    "stages": "Constants::kStages",
+    "stages": "Constants::kMostStages",
+    "token_bytes": "Constants::kTokenBytes",
+    "operands_bytes": "Constants::kOperandBytes",
 }
 
 
 @dataclass(frozen=True)
 class HopperGeometry:
-    """A block of `warps`, each with a ring of `stages` times 32 keys, and an image of `query_rows` rows of q.
+    """A block of `warps`, each with a ring of up to `stages` times 32 keys, and an image of `query_rows` rows of q.
 
-    A key has `row_bytes` of codes. A row of q has `operand_bytes` a dim, and takes a row in each of the image's parts.
+    Both share `shared_bytes`: what a call's tokens leave is the rings'. A key has `row_bytes` of codes. A row of q has
+    `operand_bytes` a dim, and takes a row in each of the image's parts.
     """
 
     dim: int
@@ -58,6 +62,7 @@ class HopperGeometry:
     query_rows: int
     row_bytes: int
     operand_bytes: int
+    shared_bytes: int
     warps: int = WARPS
     per_sm: int = PER_SM
 
@@ -82,6 +87,20 @@ class HopperGeometry:
         return round_up(self.heads, 8 * self.parts)
 
     @property
+    def token_bytes(self) -> int:
+        """Bytes of a token in the image."""
+        return self.image_parts * self.rows * QUERY_PITCH_BYTES
+
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes of codes that a stage of all rings has."""
+        return self.warps * WARP_KEYS * self.row_bytes
+
+    def stages_for(self, tokens: int) -> int:
+        """Stages of each ring in a call whose units have so many tokens."""
+        return min(self.stages, (self.shared_bytes - tokens * self.token_bytes) // self.stage_bytes)
+
+    @property
     def weight_words(self) -> int:
         """Words between the weights of two tokens; lanes take those of two tiles of 8 rows at a time."""
         return self.parts * round_up(self.rows // self.parts, 16)
@@ -103,27 +122,30 @@ def image_parts(dim: int, operand_bytes: int) -> int:
 
 
 def preferred_geometry(dim: int, heads: int, arch: Arch, record: IndexFormat = INDEX_FORMATS["fp8"]) -> HopperGeometry:
-    """As deep a ring as leaves room for as many blocks on the SM as registers allow."""
+    """As deep a ring, where q is one token's, as leaves room for as many blocks on the SM as registers allow."""
     row_bytes, operand_bytes = record.code_bytes(dim), 2 if record.is_block_scaled else 1
     rows = min(MOST_QUERY_ROWS // image_parts(dim, operand_bytes), heads * MOST_NEXT_N)
     most = min(_MOST_STAGES, _RING_BYTES // (WARP_KEYS * row_bytes))
-    choices = [HopperGeometry(dim, heads, stages, rows, row_bytes, operand_bytes) for stages in range(most, 0, -1)]
-    return next((g for g in choices if _fits(g, arch)), choices[-1])
+    choices = [HopperGeometry(dim, heads, stages, rows, row_bytes, operand_bytes, 0) for stages in range(most, 0, -1)]
+    fitting = (g for g in choices if g.token_bytes + g.stages * g.stage_bytes <= _room_bytes(g, arch))
+    g = next(fitting, choices[-1])
+    return replace(g, shared_bytes=_room_bytes(g, arch))
 
 
-def _fits(g: HopperGeometry, arch: Arch) -> bool:
-    return g.per_sm * (smem_fields(g)[1] + SMEM_RESERVED_PER_BLOCK_BYTES) <= arch.smem_per_sm_bytes
+def _room_bytes(g: HopperGeometry, arch: Arch) -> int:
+    """What a block has for q and codes beside all else."""
+    most = arch.smem_per_sm_bytes // g.per_sm - SMEM_RESERVED_PER_BLOCK_BYTES
+    beside = smem_fields(replace(g, shared_bytes=0))[1]
+    return (most - beside) // QUERY_ALIGN_BYTES * QUERY_ALIGN_BYTES
 
 
 def smem_fields(g: HopperGeometry) -> tuple[tuple[SmemField, ...], int]:
     """The shared-memory struct, operands first, and its size in bytes."""
     ring = (g.warps, g.stages)
-    note = "q, a row a token and head, swizzled"
-    image = (g.image_parts, g.query_rows, QUERY_PITCH_BYTES)
+    note = "q, a row a token and head, swizzled; then codes of each warp's keys"
     return lay_out_smem(
         (
-            SmemField("query", "u8", image, note, QUERY_ALIGN_BYTES),
-            SmemField("keys", "u8", (*ring, WARP_KEYS * g.row_bytes), "codes of each warp's keys", align_bytes=128),
+            SmemField("operands", "u8", (g.shared_bytes,), note, QUERY_ALIGN_BYTES),
             SmemField("scales", "u32", (*ring, WARP_KEYS), "their scales"),
             SmemField("held", "u32", ring, "a bit for each key that a page holds"),
             SmemField("landed", "u64", ring, "barriers: a tile's copies have arrived"),
@@ -153,6 +175,9 @@ def plan_hopper(variant: Variant, geometry: HopperGeometry | None = None) -> Ker
         "query_rows": g.query_rows,
         "tokens": g.most_tokens,
         "token_rows": g.rows,
+        "token_bytes": g.token_bytes,
+        "stage_bytes": g.stage_bytes,
+        "operands_bytes": g.shared_bytes,
     }
     check(HOPPER_PLAN_GUARDS, values, variant.slug)
     key_bytes = record.record_bytes(g.dim)
@@ -162,7 +187,7 @@ def plan_hopper(variant: Variant, geometry: HopperGeometry | None = None) -> Ker
             ("kWarps", g.warps),
             ("kTileKeys", TILE_KEYS),
             ("kLeastTileKeys", LEAST_TILE_KEYS),
-            ("kStages", g.stages),
+            ("kMostStages", g.stages),
             ("kDim", g.dim),
             ("kRowBytes", g.row_bytes),
             ("kHeads", g.heads),
@@ -171,6 +196,8 @@ def plan_hopper(variant: Variant, geometry: HopperGeometry | None = None) -> Ker
             ("kQueryRows", g.query_rows),
             ("kQueryPitchBytes", QUERY_PITCH_BYTES),
             ("kMostTokens", g.most_tokens),
+            ("kTokenBytes", g.token_bytes),
+            ("kOperandBytes", g.shared_bytes),
             ("kWeightWords", g.weight_words),
         ),
         types=(
@@ -198,8 +225,12 @@ def plan_hopper(variant: Variant, geometry: HopperGeometry | None = None) -> Ker
                 f"{TILE_KEYS} keys a tile, {LEAST_TILE_KEYS} where there are few, {g.warps // 4} warpgroup, "
                 f"{g.per_sm} blocks on an SM",
             ),
-            ("ring", f"{g.stages} tiles of {WARP_KEYS * key_bytes} B a warp"),
-            ("image of q", f"{g.query_rows} rows of {g.image_parts * QUERY_PITCH_BYTES} B, a row a token and head"),
+            ("ring", f"up to {g.stages} tiles of {WARP_KEYS * key_bytes} B a warp"),
+            (
+                "image of q",
+                f"up to {g.query_rows} rows of {g.image_parts * QUERY_PITCH_BYTES} B, a row a token and head",
+            ),
+            ("q and codes", f"{g.shared_bytes} B"),
             ("shared memory", f"{smem_bytes} of {arch.smem_optin_bytes} B"),
             ("registers", f"{REGISTERS} a thread"),
             ("floor", f"{key_bytes} B of memory traffic a key, and {2 * g.dim} FLOP a key and head"),
