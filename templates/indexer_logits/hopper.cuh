@@ -59,9 +59,13 @@ struct Hopper {
 #pragma unroll 1
     for (bool first = true; span.tiles != 0; span.advance(), first = false) {
       const Unit unit(p, span.unit);
-      ring.start(unit, span.first_tile, span.tiles, span.tile_keys);
+      // What copies need is asked for first, and what products need before it is waited for.
+      ring.ask(unit, span.first_tile, span.tiles, span.tile_keys);
+      Image image;
+      image.ask(p, unit);
+      ring.start();
       if (!first) ptx::block_sync();  // all warps are done with the image
-      Image::stage(p, place, unit);
+      image.store(p, place, unit);
       ptx::fence_proxy_async();  // products read the image
       ptx::block_sync();
       const Tiles tiles{span, static_cast<Word*>(p.scores) + unit.row(p, 0) * p.score_stride, warp, lane};

@@ -55,9 +55,9 @@ struct BulkKeyRing {
     ptx::warp_sync();
   }
 
-  // Starts copying the warp's keys, a quarter of a tile each, of the first tiles of a unit: of `count` tiles of `tile_keys`
-  // from `first` on. The ring is empty.
-  DSA_DEVICE void start(const Unit& unit, u32 first, u32 count, u32 tile_keys) {
+  // Asks where the warp's keys lie, a quarter of a tile each, of the first tiles of a unit: of `count` tiles of `tile_keys` from
+  // `first` on.
+  DSA_DEVICE void ask(const Unit& unit, u32 first, u32 count, u32 tile_keys) {
     table = p.block_table + unit.request * p.table_stride;
     const u32 all = unit.keys(p);
     // Tiles that the span has, whether or not a key is among the warp's of the last one.
@@ -65,9 +65,12 @@ struct BulkKeyRing {
     end = last < all ? last : all;
     own_keys = tile_keys / 4;
     next = (first + warp / 4) * tile_keys + warp % 4 * own_keys;
-    u32 pages[C::kMostStages];  // all asked for before any is waited for
 #pragma unroll
     for (int i = 0; i < C::kMostStages; ++i) pages[i] = page_of(next + i * step());
+  }
+
+  // Starts copying what was asked for. The ring is empty.
+  DSA_DEVICE void start() {
     u32 to = slot;
 #pragma unroll 1
     for (u32 i = 0; i < stages && next < last; ++i) {
@@ -104,6 +107,7 @@ struct BulkKeyRing {
   }
 
  private:
+  u32 pages[C::kMostStages];  // of the lane's keys in the first tiles, all asked for before any is waited for
   const i32* table;
   u32 end, last, next;  // of keys, of the rows of tiles; the warp's first key of the tile to fill
   u32 own_keys;         // of the warp, at most kWarpKeys

@@ -26,35 +26,68 @@ struct PlaceOf {
   DSA_DEVICE u32 limits() const { return base + __builtin_offsetof(S, limits); }
 };
 
+// Brings a unit's image in two steps, so that what each thread needs first of it, and all of one token, comes while keys are
+// asked for.
 template <class C, class S, class Operands, class Params>
 struct OperandImage {
   static constexpr int kChunks = C::kRowBytes / 16, kThreads = 32 * C::kWarps;
+  static constexpr int kAsked = 4;  // chunks of 16 B
 
-  // All threads of the block come here; a barrier follows. Rows and weights behind a
-  // token's heads are zeros.
-  static DSA_DEVICE void stage(const Params& p, const PlaceOf<S>& place, const Unit& unit) {
+  DSA_DEVICE void ask(const Params& p, const Unit& unit) {
     const int thread = ptx::thread_index();
+#pragma unroll
+    for (int i = 0; i < kAsked; ++i) chunks[i] = chunk(p, unit, thread + i * kThreads);
+    weight = weight_of(p, unit, thread);
+    limit = thread < unit.tokens ? unit.scored(p, unit.first_token + thread) : 0;
+  }
+
+  // All threads of the block come here; a barrier follows. Rows and weights behind a token's heads are zeros.
+  DSA_DEVICE void store(const Params& p, const PlaceOf<S>& place, const Unit& unit) const {
+    const int thread = ptx::thread_index();
+#pragma unroll
+    for (int i = 0; i < kAsked; ++i) store_chunk(place, unit, thread + i * kThreads, chunks[i]);
+    store_weight(place, unit, thread, weight);
+    if (thread < unit.tokens) ptx::store_shared_4(place.limits() + 4 * thread, limit);
 #pragma unroll 4
-    for (int i = thread; i < unit.tokens * C::kRows * kChunks; i += kThreads) {
-      const int row = i / kChunks, chunk = i % kChunks, token = row / C::kRows, head = row - token * C::kRows;
-      const u32 image = place.operands() + token * C::kTokenBytes;
-      const u8* q = p.q + unit.query_byte(p, token, head);
-      const bool there = C::kRows == C::kHeads || head < C::kHeads;
-      u32 scales = 0;
-      if constexpr (Operands::kBlockScales)
-        if (there) scales = ptx::load_global_4(p.q_scales + unit.query_scale(p, token) + head);
-      const Words4 codes = there ? ptx::load_global_16(q + 16 * chunk) : Words4{0, 0, 0, 0};
-      Operands::store_chunk(image, head, chunk, codes, scales);
-    }
-    for (int i = thread; i < unit.tokens * C::kWeightWords; i += kThreads) {
-      const int token = i / C::kWeightWords, head = head_of(i - token * C::kWeightWords);
-      const float* weights = p.weights + unit.row(p, token) * p.weight_stride;
-      ptx::store_shared_4(place.weights() + 4 * i, head < C::kHeads ? ptx::load_global_4(weights + head) : 0);
-    }
-    if (thread < unit.tokens) ptx::store_shared_4(place.limits() + 4 * thread, unit.scored(p, unit.first_token + thread));
+    for (int i = thread + kAsked * kThreads; i < unit.tokens * C::kRows * kChunks; i += kThreads)
+      store_chunk(place, unit, i, chunk(p, unit, i));
+    for (int i = thread + kThreads; i < unit.tokens * C::kWeightWords; i += kThreads)
+      store_weight(place, unit, i, weight_of(p, unit, i));
   }
 
  private:
+  // 16 B of a row of q, and the scales of its blocks.
+  struct Chunk {
+    Words4 codes;
+    u32 scales;
+  };
+  Chunk chunks[kAsked];
+  u32 weight, limit;
+
+  static DSA_DEVICE Chunk chunk(const Params& p, const Unit& unit, int i) {
+    const int row = i / kChunks, token = row / C::kRows, head = row - token * C::kRows;
+    if (token >= unit.tokens || head >= C::kHeads) return {{0, 0, 0, 0}, 0};
+    u32 scales = 0;
+    if constexpr (Operands::kBlockScales) scales = ptx::load_global_4(p.q_scales + unit.query_scale(p, token) + head);
+    return {ptx::load_global_16(p.q + unit.query_byte(p, token, head) + i % kChunks * 16), scales};
+  }
+
+  static DSA_DEVICE void store_chunk(const PlaceOf<S>& place, const Unit& unit, int i, const Chunk& chunk) {
+    const int row = i / kChunks, token = row / C::kRows, head = row - token * C::kRows;
+    if (token >= unit.tokens) return;
+    Operands::store_chunk(place.operands() + token * C::kTokenBytes, head, i % kChunks, chunk.codes, chunk.scales);
+  }
+
+  static DSA_DEVICE u32 weight_of(const Params& p, const Unit& unit, int i) {
+    const int token = i / C::kWeightWords, head = head_of(i - token * C::kWeightWords);
+    if (token >= unit.tokens || head >= C::kHeads) return 0;
+    return ptx::load_global_4(p.weights + unit.row(p, token) * p.weight_stride + head);
+  }
+
+  static DSA_DEVICE void store_weight(const PlaceOf<S>& place, const Unit& unit, int i, u32 value) {
+    if (i < unit.tokens * C::kWeightWords) ptx::store_shared_4(place.weights() + 4 * i, value);
+  }
+
   // Weights stand as lanes take them: the four columns of a lane in two tiles of 8 heads adjoin. kHeads or more: none.
   static DSA_DEVICE int head_of(int word) {
     constexpr int kPartRows = C::kRows / C::kParts, kPartWords = C::kWeightWords / C::kParts;
