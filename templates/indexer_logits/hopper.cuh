@@ -52,6 +52,7 @@ struct Hopper {
     const int lane = ptx::thread_index() % 32, warp = static_cast<int>(ptx::shuffle(ptx::thread_index() / 32, 0));
     const PlaceOf<S> place(shared);
     Ring ring(p, place, warp, lane);
+    prefetch_requests<C>(p);
     // All that is read, lengths first, may come from the grid before, and what is written may still be read there.
     ptx::grid_dependency_wait();
     if (p.fills != 0) fill_outside<Score, Unit>(p, kThreads);

@@ -5,7 +5,9 @@
 #include "prims/ptx/global.cuh"
 #include "prims/ptx/memory.cuh"
 #include "prims/ptx/opaque.cuh"
+#include "prims/ptx/prefetch.cuh"
 #include "prims/ptx/thread.cuh"
+#include "prims/tile/rows.cuh"
 #include "prims/types.cuh"
 
 namespace indexer_logits {
@@ -25,6 +27,31 @@ struct PlaceOf {
   DSA_DEVICE u32 weights() const { return base + __builtin_offsetof(S, weights); }
   DSA_DEVICE u32 limits() const { return base + __builtin_offsetof(S, limits); }
 };
+
+// Of each request one block starts length and table on their way to L2, and another one q and weights, before any block reads
+// them: tables are read when lengths are known, and both would come from memory, one after the other. These are hints, so that
+// they may go ahead of the grid before: what it still writes is seen all the same.
+template <class C, class Params>
+DSA_DEVICE void prefetch_requests(const Params& p) {
+  constexpr u32 kLineBytes = 128;
+  const u32 batch = static_cast<u32>(p.batch), block = static_cast<u32>(ptx::block_index()), other = p.blocks - 1 - block;
+  const u32 thread = static_cast<u32>(ptx::thread_index()), threads = 32 * C::kWarps;
+  if (block < batch) {
+    const tile::PageDivisor divisor{p.page_multiplier, p.page_shift, p.page_size};
+    const i32* table = p.block_table + block * p.table_stride;
+    const u32 most = static_cast<u32>(p.most_keys), entries = most == 0 ? 0 : divisor.divide(most - 1) + 1;
+    if (thread == 0) ptx::prefetch_l2(p.lens + block * p.lens_stride_b);
+    for (u32 i = thread * (kLineBytes / 4); i < entries; i += threads * (kLineBytes / 4)) ptx::prefetch_l2(table + i);
+  }
+  if (other < batch) {
+    for (u32 i = thread; i < p.next_n * static_cast<u32>(C::kHeads); i += threads) {
+      const u32 token = i / C::kHeads, head = i % C::kHeads;
+      ptx::prefetch_l2(p.q + other * p.q_stride_b + token * p.q_stride_n + head * p.q_stride_h);
+      if (head % (kLineBytes / 4) == 0)
+        ptx::prefetch_l2(p.weights + (static_cast<i64>(other) * p.next_n + token) * p.weight_stride + head);
+    }
+  }
+}
 
 // Brings a unit's image in two steps, so that what each thread needs first of it, and all of one token, comes while keys are
 // asked for.
