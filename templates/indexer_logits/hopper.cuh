@@ -158,8 +158,7 @@ struct Hopper {
 #pragma unroll 1
     for (u32 tile = tiles.warp / 4; tile < tiles.span.tiles; tile += C::kWarps / 4) {
       OwnScore next{tiles.rows + tiles.key(tile), tiles.key(tile), place.limits(), {}};
-      ring.take(a, next.own);
-      ring.refill();
+      ring.take_and_refill(a, next.own);
       u64 b = ptx::swizzled_operand(place.operands());
       u32 weights = place.weights() + tiles.lane % 4 * 16;
 #pragma unroll 1

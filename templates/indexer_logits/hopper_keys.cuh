@@ -96,6 +96,11 @@ struct BulkKeyRing {
     own.held = (mask >> key & 1) != 0;
   }
 
+  DSA_DEVICE void take_and_refill(u32 (&a)[2][kSteps][4], OwnKey& own) {
+    take(a, own);
+    refill();
+  }
+
   // The place of the tile that was taken takes the next one.
   DSA_DEVICE void refill() {
     ptx::warp_sync();

@@ -68,12 +68,19 @@ def hopper_kernel(heads: int, dim: int = 128, scores: str = "fp32", role: str = 
     return Kernel(plan, ptx_of(plan))
 
 
+def after_grid(kernel: Kernel, memory: Memory, names: tuple[str, ...] | None) -> Memory:
+    """Memory of a kernel whose grid before writes buffers of those names; None: all, where the kernel overlaps it."""
+    if names is None:
+        names = tuple(buffer.name for buffer in memory.buffers) if kernel.plan.overlaps_previous else ()
+    return memory.after(*names)
+
+
 @dataclass(frozen=True)
 class EmulatedIndexer:
     """A kernel with the signature of the runtime's method, on `sms` SMs: few, so that a warp has tile after tile.
 
-    With a `page_stride_bytes` the cache's pages lie so far apart, with nothing in between. What is `written_before` is
-    what the grid before writes.
+    With a `page_stride_bytes` the cache's pages lie so far apart, with nothing in between. The grid before writes what
+    is `written_before`, as in after_grid.
     """
 
     spec: DeploymentSpec
@@ -82,7 +89,7 @@ class EmulatedIndexer:
     schedule: str | None = None
     sms: int = 1
     page_stride_bytes: int | None = None
-    written_before: tuple[str, ...] = ()
+    written_before: tuple[str, ...] | None = None
 
     def prepare(self) -> None:
         pass
@@ -110,7 +117,8 @@ class EmulatedIndexer:
             values[parameter] += address - whole.data_ptr()
         if self.page_stride_bytes is not None:
             values |= self._spread_pages(given.k_cache, memory)
-        self.kernel.launch(part.blocks, values, memory.after(*self.written_before), self.seed, self.schedule)
+        memory = after_grid(self.kernel, memory, self.written_before)
+        self.kernel.launch(part.blocks, values, memory, self.seed, self.schedule)
         return out
 
     def _spread_pages(self, pool: torch.Tensor, memory: Memory) -> dict[str, int]:
@@ -141,7 +149,7 @@ class EmulatedRagged:
     schedule: str | None = None
     sms: int = 1
     key_stride_bytes: int | None = None
-    written_before: tuple[str, ...] = ()
+    written_before: tuple[str, ...] | None = None
 
     def prepare(self) -> None:
         pass
@@ -174,7 +182,8 @@ class EmulatedRagged:
             for number, key in enumerate(given.keys.view(torch.uint8)):
                 memory.add(f"key {number}", key, writable=False, address=base + number * self.key_stride_bytes)
             values |= {"keys": base, "key_stride_bytes": self.key_stride_bytes}
-        self.kernel.launch(part.blocks, values, memory.after(*self.written_before), self.seed, self.schedule)
+        memory = after_grid(self.kernel, memory, self.written_before)
+        self.kernel.launch(part.blocks, values, memory, self.seed, self.schedule)
         return out
 
 

@@ -119,6 +119,11 @@ EQUIVALENTS = (
         "taking from it",
     ),
     Equivalent(
+        "indexer_logits-main-hopper-*", ("removed", "without copies"), ("ring.take_and_refill(", "refill();"),
+        "a block has at most two small tiles of a unit, which its rings have from the start: it would have three only "
+        "where every unit has one, or where lengths change meanwhile",
+    ),
+    Equivalent(
         "indexer_logits-ragged-hopper-*", ("without copies",), ("ring.start(", "ptx::mbarrier_arrive_after_copies("),
         "before the first products of a unit every thread waits for all that it has copied, and all meet",
     ),
