@@ -86,8 +86,11 @@ def measure_step(kernels: Any, case: StepBenchCase, inputs: Sequence[StepBenchIn
         case.requests, case.next_n, case.context, k=case.selected, overlap=False, **_window(case)
     )
     apart_us = graph_time_us(step_calls(kernels, case, apart, inputs)).median_us
-    stages = stage_calls(kernels, case, apart, inputs)
-    indexer, selection, attention = (graph_time_us(calls).median_us for calls in stages)
+    stage_us = []
+    for calls in stage_calls(kernels, case, apart, inputs):
+        apart.rebind()  # each graph is captured on a stream of its own; all of the last one has ended
+        stage_us.append(graph_time_us(calls).median_us)
+    indexer, selection, attention = stage_us
     issue_us, wall_us = eager_cost_us(eager)
     ceilings = figures_of(properties.name, arch)
     return StepFigures(
