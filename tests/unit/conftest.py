@@ -15,6 +15,20 @@ from dsagen.kv_format import KvFormat
 LAUNCHERS = {"python": None, "c": NativeFakeDriver, "c-ints": IntsFakeDriver}
 
 
+@pytest.fixture(autouse=True, scope="module")
+def no_choice_tables():
+    """What was measured on some device decides nothing here: while what a module's tests share is made."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DSAGEN_CHOICE_TABLE", "none")
+        yield
+
+
+@pytest.fixture(autouse=True)
+def no_choice_table(monkeypatch):
+    """And in a test, unless it says so: knobs are unset before each."""
+    monkeypatch.setenv("DSAGEN_CHOICE_TABLE", "none")
+
+
 @pytest.fixture(params=LAUNCHERS)
 def each_launcher(request, monkeypatch):
     """Runs a test with launches by cuda-python, by the launcher in C, and by the latter without reading tensors."""

@@ -96,6 +96,7 @@ def test_where_tables_are_looked_for(tmp_path, monkeypatch):
         (root / "choices").mkdir(parents=True)
         (root / "choices" / "nvidia-h200.jsonl").write_text(ROW.to_line())
     monkeypatch.setenv("DSAGEN_CACHE_DIR", ":".join(map(str, roots)))
+    monkeypatch.delenv("DSAGEN_CHOICE_TABLE")
     found = read_tables()
     assert list(found.files)[:2] == [root / "choices" / "nvidia-h200.jsonl" for root in roots]
     monkeypatch.setenv("DSAGEN_CHOICE_TABLE", "none")

@@ -19,6 +19,7 @@ MAKERS = {
     "indexer_logits": "out",
     "indexer_logits_ragged": "out",
     "indexer_logits_candidates": "out",
+    "indexer_logits_blocks": "out",
     "kv_read": "out",
     "index_gather": "codes",
 }
