@@ -34,8 +34,8 @@ def test_a_workspace_that_holds_what_an_earlier_call_left() -> None:
     case = replace(CASE, lengths=Lengths.PER_REQUEST, topk=128)
     combine = faulty(
         decode.combine_kernel(512, "sm_90a"),
-        "ptx::load_global_16_if((live >> k & 1) != 0, ",
-        "ptx::load_global_16_if(k < 4, ",
+        "ptx::ballot(first_lse != -kInfinity)",
+        "ptx::ballot(lane < splits)",
     )
     assert decode.problem(case, "v32", decode.run(case, "v32", 16, "sm_90a", 4)) == ""
     assert "of buffer o_accum at byte" in said(case, 4, combine=combine)
