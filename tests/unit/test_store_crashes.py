@@ -118,6 +118,13 @@ kept_library.obtain("it", "it.so", [Path(sys.argv[2])], lambda _: kept_library.r
 """
 
 
+def as_in_a_terminal():
+    """What a test run in the background, or under nohup, has its children ignore."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 def end_while_it_compiles(kit, number, *command):
     """(exit code, last line of what it said) of a process that gets a signal once a compiler runs, which it ends."""
     process = subprocess.Popen(
@@ -126,7 +133,7 @@ def end_while_it_compiles(kit, number, *command):
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        preexec_fn=as_in_a_terminal,
     )
     deadline = time.monotonic() + 60
     while not (kit / "pid").exists() and time.monotonic() < deadline:
