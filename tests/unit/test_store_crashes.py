@@ -138,6 +138,7 @@ def end_while_it_compiles(kit, number, *command):
     deadline = time.monotonic() + 60
     while not (kit / "pid").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
+    time.sleep(0.3)  # the compiler runs before the process that has started it knows its number
     process.send_signal(number)
     _, said = process.communicate(timeout=60)
     compiler = Path("/proc") / (kit / "pid").read_text().strip()
