@@ -323,8 +323,8 @@ INDEXER_LOGITS_BODY: Knob[str] = Knob(
     "DSAGEN_INDEXER_LOGITS_BODY",
     "|".join(BODIES),
     "mma_sync",
-    "Body of indexer_logits: 'hopper' where it is built (sm_90a, keys in pages, fp8 keys in one piece), not measured; "
-    "of fp8 keys with short sums.",
+    "Body of indexer_logits: 'hopper' where it is built (sm_90a, keys in pages, fp8 keys in one piece); of fp8 keys "
+    "with short sums.",
     partial(_parse_choice, choices=BODIES),
 )
 DEBUG_SYNC: Knob[bool] = Knob(
