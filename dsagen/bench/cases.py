@@ -58,9 +58,7 @@ def decode_cases(spec: DeploymentSpec) -> list[DecodeCase]:
     cache's rows have room for a selection, also that alone. SpecError for several KV heads, and for values apart from
     keys: no pool of such is drawn here.
     """
-    if spec.kv_heads > 1 or spec.kv_format.first_value:
-        what = f"{spec.kv_heads} KV heads" if spec.kv_heads > 1 else f"format {spec.kv.format_id}"
-        raise SpecError(f"{spec.name}: {what}: such calls are not measured, only checked: leave the spec out")
+    require_measurable(spec)
     return [
         DecodeCase(
             kv_format=spec.kv.format_id,
@@ -76,6 +74,13 @@ def decode_cases(spec: DeploymentSpec) -> list[DecodeCase]:
         for topk, extra_topk in decode_widths(spec)
         for batch in BATCHES
     ]
+
+
+def require_measurable(spec: DeploymentSpec) -> None:
+    """SpecError for a spec with sparse decode of which no pool is drawn here."""
+    if spec.kv_heads > 1 or spec.kv_format.first_value:
+        what = f"{spec.kv_heads} KV heads" if spec.kv_heads > 1 else f"format {spec.kv.format_id}"
+        raise SpecError(f"{spec.name}: {what}: such calls are not measured, only checked: leave the spec out")
 
 
 def decode_widths(spec: DeploymentSpec) -> list[tuple[int, int]]:

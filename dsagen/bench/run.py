@@ -18,7 +18,7 @@ from dsagen.bench.cases import decode_cases
 from dsagen.bench.data import DecodeCase, DecodeInputs, KvPool, decode_inputs, make_pool
 from dsagen.bench.figures import CaseKey, DecodeFigures, PeerFigure, case_key, figures_of, floor_us
 from dsagen.bench.peers import PEERS, DecodeCall, Peer
-from dsagen.bench.timing import eager_cost_us, graph_time_us, input_sets_for
+from dsagen.bench.timing import Timing, eager_cost_us, graph_time_us, input_sets_for
 from dsagen.check.compare import Gates, compare_decode
 from dsagen.check.probes import cache_arguments
 from dsagen.errors import CheckFailed
@@ -92,7 +92,7 @@ def sweep_decode(
                 wrong(str(error))
                 continue
             peers = tuple(measure_peer(peer, prepared) for peer in PEERS) if with_peers else ()
-            figures.append(_with_context(found, peers, records or {}))
+            figures.append(with_context(found, peers, records or {}))
     return figures
 
 
@@ -117,18 +117,37 @@ class Pools:
 
 def measure_peer(peer: Peer, prepared: Prepared) -> PeerFigure:
     """Check and time one peer. Whatever goes wrong in it is a note, since its code is not ours."""
+    calls, figure = checked_peer(peer, prepared)
+    if not calls:
+        return figure
+    try:
+        return replace(figure, gpu_us=graph_time_us(calls).median_us)
+    except Exception as error:
+        return failed_peer(peer, error)
+
+
+def checked_peer(peer: Peer, prepared: Prepared) -> tuple[list[DecodeCall], PeerFigure]:
+    """A peer's calls on a case, the first of them compared with the reference, and its figure, not timed yet.
+
+    Where it refuses, fails or is wrong there are no calls, and the figure says why.
+    """
     case = prepared.case
     reason = peer.refuses(case)
     if reason is not None:
-        return PeerFigure(peer.name, peer.name, "", None, reason)
+        return [], PeerFigure(peer.name, peer.name, "", None, reason)
     try:
         calls, version = peer.bind(case, prepared.inputs), peer.version
         problem = problem_of(calls[0], prepared, PEER_GATES)
-        if problem:
-            return PeerFigure(peer.name, peer.label(case), version, None, f"wrong: {problem}")
-        return PeerFigure(peer.name, peer.label(case), version, graph_time_us(calls).median_us)
     except Exception as error:
-        return PeerFigure(peer.name, peer.name, "", None, f"failed: {type(error).__name__}: {error}")
+        return [], failed_peer(peer, error)
+    if problem:
+        return [], PeerFigure(peer.name, peer.label(case), version, None, f"wrong: {problem}")
+    return calls, PeerFigure(peer.name, peer.label(case), version, None)
+
+
+def failed_peer(peer: Peer, error: Exception) -> PeerFigure:
+    """The figure of a peer that raised."""
+    return PeerFigure(peer.name, peer.name, "", None, f"failed: {type(error).__name__}: {error}")
 
 
 def prepare_case(case: DecodeCase, pool: KvPool, extra_pool: KvPool | None, seed: int) -> Prepared:
@@ -145,35 +164,55 @@ def prepare_case(case: DecodeCase, pool: KvPool, extra_pool: KvPool | None, seed
 
 
 def _measure(kernels: Any, prepared: Prepared) -> DecodeFigures:
-    case = prepared.case
-    # A plan belongs to one stream: one for the graph's, one for the current stream.
-    shape, extra_topk = (case.batch, case.s_q, case.topk), case.extra_topk or 0
-    graph_plan, eager_plan = (kernels.plan_sparse_decode(*shape, extra_topk=extra_topk) for _ in range(2))
-    eager_calls = decode_calls(kernels, eager_plan, prepared)
-    # As the conformance check judges values like these: few of many tokens bear most of the weight.
-    gates = Gates().for_logits(prepared.expected.peak)
-    problem = problem_of(in_natural_log(eager_calls[0], kernels.spec), prepared, gates)
-    if problem:
-        raise CheckFailed(f"{kernels.spec.name}: {case}: {problem}; it was not timed")
-    timing = graph_time_us(decode_calls(kernels, graph_plan, prepared))
-    issue_us, wall_us = eager_cost_us(eager_calls)
-    properties = torch.cuda.get_device_properties(kernels.device)
-    ceilings = figures_of(properties.name, arch_for_capability(properties.major, properties.minor))
-    return DecodeFigures(
-        spec=kernels.spec.name,
-        slug=graph_plan.main_slug,
-        device=properties.name,
-        case=case,
-        num_splits=graph_plan.num_splits,
-        ctas=graph_plan.partition.main_ctas,
-        launches=1 if graph_plan.partition.one_launch else 2,
-        gpu_us=timing.median_us,
-        spread=timing.spread,
-        input_sets=timing.sets,
-        issue_us=issue_us,
-        wall_us=wall_us,
-        floor_us=floor_us(case, ceilings) if ceilings is not None else None,
-    )
+    checked = CheckedCalls.of(kernels, prepared)
+    timing = graph_time_us(checked.captured)
+    return checked.figures(timing, eager_cost_us(checked.eager))
+
+
+@dataclass(frozen=True)
+class CheckedCalls:
+    """Our calls on a case, one list for a graph and one for the current stream; the first was right."""
+
+    kernels: Any
+    case: DecodeCase
+    plan: SparseDecodePlan
+    captured: list[DecodeCall]
+    eager: list[DecodeCall]
+
+    @classmethod
+    def of(cls, kernels: Any, prepared: Prepared) -> CheckedCalls:
+        """Plan a case and compare its first input set with the reference; CheckFailed where it is wrong."""
+        case = prepared.case
+        # A plan belongs to one stream: one for the graph's, one for the current stream.
+        shape, extra_topk = (case.batch, case.s_q, case.topk), case.extra_topk or 0
+        graph_plan, eager_plan = (kernels.plan_sparse_decode(*shape, extra_topk=extra_topk) for _ in range(2))
+        eager = decode_calls(kernels, eager_plan, prepared)
+        # As the conformance check judges values like these: few of many tokens bear most of the weight.
+        gates = Gates().for_logits(prepared.expected.peak)
+        problem = problem_of(in_natural_log(eager[0], kernels.spec), prepared, gates)
+        if problem:
+            raise CheckFailed(f"{kernels.spec.name}: {case}: {problem}; it was not timed")
+        return cls(kernels, case, graph_plan, decode_calls(kernels, graph_plan, prepared), eager)
+
+    def figures(self, timing: Timing, eager_us: tuple[float, float]) -> DecodeFigures:
+        """What was timed of them: GPU time, and CPU and wall time of an eager call."""
+        properties = torch.cuda.get_device_properties(self.kernels.device)
+        ceilings = figures_of(properties.name, arch_for_capability(properties.major, properties.minor))
+        return DecodeFigures(
+            spec=self.kernels.spec.name,
+            slug=self.plan.main_slug,
+            device=properties.name,
+            case=self.case,
+            num_splits=self.plan.num_splits,
+            ctas=self.plan.partition.main_ctas,
+            launches=1 if self.plan.partition.one_launch else 2,
+            gpu_us=timing.median_us,
+            spread=timing.spread,
+            input_sets=timing.sets,
+            issue_us=eager_us[0],
+            wall_us=eager_us[1],
+            floor_us=floor_us(self.case, ceilings) if ceilings is not None else None,
+        )
 
 
 def decode_calls(kernels: Any, plan: SparseDecodePlan, prepared: Prepared) -> list[DecodeCall]:
@@ -227,5 +266,6 @@ def problem_of(call: DecodeCall, prepared: Prepared, gates: Gates) -> str:
     return compare_decode(got_out, got_lse, want.out, want.lse, group_dims, gates).problem
 
 
-def _with_context(found: DecodeFigures, peers: tuple[PeerFigure, ...], records: Records) -> DecodeFigures:
+def with_context(found: DecodeFigures, peers: tuple[PeerFigure, ...], records: Records) -> DecodeFigures:
+    """The figures beside their peers and their last record."""
     return replace(found, peers=peers, record_us=records.get(case_key(found.case.to_json())))

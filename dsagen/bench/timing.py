@@ -7,6 +7,11 @@ GPU time (`graph_time_us`)
     back with an event between neighbours: the device never waits for the CPU between two events. The figure is the
     median over replays, divided by `n`. A call of several kernels includes the gaps between them.
 
+GPU time of contestants (`Contestant`, `take_turns`)
+    The same, where the replays of several lists of calls alternate: whatever changes while they run, clocks and heat
+    above all, reaches each of them alike. A turn begins with an untimed replay, after which code and inputs lie where a
+    run of nothing else would have them.
+
 Eager cost (`eager_cost_us`)
     Back-to-back calls without a synchronisation: the CPU time to issue one, and the wall time until all are complete,
     per call. The wall time exceeds the GPU time where the CPU is the slower side.
@@ -70,15 +75,52 @@ def graph_time_us(calls: Sequence[Call], *, warm_ms: float = 25.0, budget_ms: fl
     timed replays fills `budget_ms`, within MIN_REPLAYS .. MAX_REPLAYS. Raises DeviceError without a CUDA device, and
     whatever a callable raises, also when it does what a capture forbids (a synchronisation, a copy to the host).
     """
-    _check_calls(calls)
-    graph = _capture(calls)
-    pilot_ms = max(_replay_durations_ms(graph, 2)[-1], 1e-3)
-    for _ in range(_count(warm_ms / pilot_ms, 1)):
-        graph.replay()
-    torch.cuda.synchronize()
-    durations_ms = _replay_durations_ms(graph, _count(budget_ms / pilot_ms, MIN_REPLAYS))
-    graph.reset()
-    return summarise_replays(durations_ms, sets=len(calls))
+    contestant = Contestant(calls, warm_ms=warm_ms)
+    contestant.turn(_count(budget_ms / contestant.replay_ms, MIN_REPLAYS))
+    contestant.close()
+    return contestant.timing
+
+
+class Contestant:
+    """Calls that are captured and warm, to be timed in turns.
+
+    Raises DeviceError without a CUDA device, and whatever a callable raises, also when it does what a capture forbids.
+    """
+
+    def __init__(self, calls: Sequence[Call], *, warm_ms: float = 25.0) -> None:
+        _check_calls(calls)
+        self._graph, self._sets = _capture(calls), len(calls)
+        self._durations_ms: list[float] = []
+        # About what one replay takes, in ms.
+        self.replay_ms = max(_replay_durations_ms(self._graph, 2)[-1], 1e-3)
+        for _ in range(_count(warm_ms / self.replay_ms, 1)):
+            self._graph.replay()
+        torch.cuda.synchronize()
+
+    def turn(self, replays: int) -> None:
+        """Time so many replays, queued behind an untimed one."""
+        self._durations_ms += _replay_durations_ms(self._graph, replays)
+
+    def close(self) -> None:
+        """Give the graph and its memory back; what was timed stays."""
+        self._graph.reset()
+
+    @property
+    def timing(self) -> Timing:
+        """Of all turns so far; there has to be one."""
+        return summarise_replays(self._durations_ms, sets=self._sets)
+
+
+def take_turns(contestants: Sequence[Contestant], *, turns: int = 5, budget_ms: float = 40.0) -> None:
+    """Time contestants in `turns` rounds, each of them for `budget_ms` in all, or MIN_REPLAYS replays if that is more.
+
+    Every second round goes backwards, so that none always follows the same other.
+    """
+    replays = [-(-_count(budget_ms / one.replay_ms, MIN_REPLAYS) // turns) for one in contestants]
+    for turn in range(turns):
+        pairs = list(zip(contestants, replays, strict=True))
+        for contestant, count in pairs if turn % 2 == 0 else reversed(pairs):
+            contestant.turn(count)
 
 
 def summarise_replays(durations_ms: Sequence[float], *, sets: int) -> Timing:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from dsagen.cli.comparing import bench_shapes
 from dsagen.cli.selection import describe_spec, json_option, quiet_option, select, specs_argument
 from dsagen.cli.table import aligned, echo_json, echo_lines
 from dsagen.errors import CheckFailed, SpecError
@@ -32,6 +33,11 @@ if TYPE_CHECKING:
 @click.option("--topk", metavar="N,...", help="Columns of an index row, likewise.")
 @click.option("--heads", metavar="N,...", help="Query heads, in place of the spec's.")
 @click.option("--kv", metavar="FORMAT,...", help="KV formats, in place of the spec's.")
+@click.option(
+    "--shape-list",
+    metavar="NAME|FILE",
+    help="Measure sparse decode for a list of shapes, with a verdict on each: decode60, or a file of JSON lines.",
+)
 @click.option("--plot", type=click.Path(path_type=Path, file_okay=False), help="Folder for pictures and index.html.")
 @click.option("--recorded", is_flag=True, help="Measure nothing: show the last record, for --plot or --json.")
 @click.option(
@@ -51,6 +57,7 @@ def bench(
     topk: str | None,
     heads: str | None,
     kv: str | None,
+    shape_list: str | None,
     plot: Path | None,
     recorded: bool,
     record: Path | None,
@@ -71,8 +78,21 @@ def bench(
         heads=parse_values("--heads", heads),
         kv=tuple(kv.split(",")) if kv else (),
     )
-    loaded = _specs(specs, axes)
     shapes = {"--batch": batch is not None, "--s-q": s_q is not None, "--topk": topk is not None}
+    if shape_list is not None:
+        others = {"--host": host, "--recorded": recorded, "--plot": plot is not None, "--op": op is not None}
+        _require_alone("--shape-list", shapes | {"--heads": heads is not None, "--kv": kv is not None} | others)
+        bench_shapes(
+            specs,
+            shape_list,
+            peers=peers,
+            record=record,
+            progress=_progress(quiet),
+            quiet=quiet,
+            as_json=as_json,
+        )
+        return
+    loaded = _specs(specs, axes)
     if host:
         others = shapes | {
             "--peers": peers,

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from decode_stand_ins import SMALL, ExactKernels, StandInPeer
 
 import dsagen
 from dsagen.arch import ARCHS, H200
@@ -17,7 +18,6 @@ from dsagen.bench.data import DecodeCase, make_pool
 from dsagen.bench.figures import DecodeFigures, PeerFigure, case_key, figures_of, floor_us
 from dsagen.bench.timing import Timing
 from dsagen.errors import CheckFailed
-from dsagen.families.sparse_decode.reference import sparse_decode_reference
 from dsagen.spec import load_spec
 
 CASE = DecodeCase("v32", heads=16, batch=128, s_q=1, topk=2048, kv_tokens=32768, page_size=64)
@@ -77,58 +77,6 @@ def test_slower_than_the_record_needs_more_than_noise(record_us, slower):
 
 
 # ---- the sweep, with a stand-in for kernels and device
-
-PARTITION = SimpleNamespace(main_ctas=4, one_launch=False)
-SMALL = DecodeCase("v32", heads=3, batch=2, s_q=1, topk=16, kv_tokens=64, page_size=16)
-
-
-class ExactKernels:
-    """Answers with the reference, times `error`."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, spec, error=1.0):
-        self.spec, self.error, self.plans = spec, error, []
-
-    def prepare(self):
-        self.prepared = True
-
-    def plan_sparse_decode(self, batch, s_q, topk, *, extra_topk):
-        assert extra_topk == 0
-        self.plans.append((batch, s_q, topk))
-        return SimpleNamespace(main_slug="the-slug", num_splits=2, partition=PARTITION)
-
-    def sparse_decode(self, q, k_cache, indices, *, plan, softmax_scale, out, lse):
-        want = sparse_decode_reference(
-            q, SMALL.record, k_cache, indices, sm_scale=softmax_scale, lse_base=self.spec.lse.base
-        )
-        out.copy_((want.out * self.error).view_as(out))
-        lse.copy_(want.lse.view(SMALL.batch, SMALL.s_q, SMALL.heads).transpose(1, 2))
-        return out, lse
-
-
-class StandInPeer:
-    name, version = "stand-in", "1.0"
-
-    def __init__(self, error=1.0, refusal=None, broken=False):
-        self.error, self.refusal, self.broken = error, refusal, broken
-
-    def label(self, case):
-        return "stand-in, padded"
-
-    def refuses(self, case):
-        return self.refusal
-
-    def bind(self, case, inputs):
-        if self.broken:
-            raise RuntimeError("no kernel image")
-
-        def call():
-            item = inputs[0]
-            want = sparse_decode_reference(item.q, case.record, item.k_cache, item.indices, sm_scale=item.sm_scale)
-            return (want.out * self.error).view(case.batch, case.s_q, case.heads, -1).bfloat16(), None
-
-        return [call]
 
 
 @pytest.fixture

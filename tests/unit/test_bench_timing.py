@@ -150,6 +150,44 @@ def test_replay_count_is_bounded(monkeypatch):
     assert timing.graph_time_us([lambda: None]).replays == timing.MAX_REPLAYS
 
 
+def test_contestants_alternate_and_each_keeps_its_own_times(monkeypatch):
+    device = ScriptedDevice(lambda replay: 1.0).install(monkeypatch)
+    running = []
+
+    def cost(replay):
+        return {"a": 2.0, "b": 5.0}[running[-1]]
+
+    device.replay_ms = cost
+
+    class Named(timing.Contestant):
+        def __init__(self, name):
+            self.name = name
+            running.append(name)
+            super().__init__([lambda: None, lambda: None], warm_ms=10.0)
+
+        def turn(self, replays):
+            running.append(self.name)
+            turns.append((self.name, replays))
+            super().turn(replays)
+
+    turns = []
+    contestants = [Named("a"), Named("b")]
+    timing.take_turns(contestants, turns=3, budget_ms=60.0)
+    # 30 replays of 2 ms and 12 of 5 ms, a third of them in each turn; every second round goes backwards.
+    assert turns == [("a", 10), ("b", 4), ("b", 4), ("a", 10), ("a", 10), ("b", 4)]
+    assert [(one.timing.median_us, one.timing.replays) for one in contestants] == [(1000.0, 30), (2500.0, 12)]
+    assert "reset" not in device.log
+    contestants[0].close()
+    assert device.log[-1] == "reset" and contestants[0].timing.sets == 2
+
+
+def test_few_slow_replays_are_at_least_as_many_as_alone(monkeypatch):
+    ScriptedDevice(lambda replay: 100.0).install(monkeypatch)
+    contestant = timing.Contestant([lambda: None])
+    timing.take_turns([contestant], turns=2, budget_ms=1.0)
+    assert contestant.timing.replays >= timing.MIN_REPLAYS
+
+
 def test_eager_cost_separates_issue_from_completion(monkeypatch):
     ScriptedDevice(lambda replay: 1.0).install(monkeypatch)
     clock = SimpleNamespace(now=0.0)

@@ -1,0 +1,92 @@
+"""`dsagen bench --shape-list`: a list of shapes beside the best peer of each, with verdicts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dsagen.cli.selection import select
+from dsagen.cli.table import aligned, echo_json, echo_lines
+from dsagen.errors import CheckFailed, SpecError
+
+if TYPE_CHECKING:
+    from dsagen.bench.verdicts import ComparedShape
+    from dsagen.spec import DeploymentSpec
+
+
+def bench_shapes(
+    names: Sequence[str],
+    shape_list: str,
+    *,
+    peers: bool,
+    record: Path | None,
+    progress: Callable[[str], None],
+    quiet: bool,
+    as_json: bool,
+) -> None:
+    """Measure the shapes of a list with each of the specs of these names, and print verdicts and a summary.
+
+    Raises SpecError for specs and shapes that do not go together before anything is measured, CheckFailed at the end
+    where outputs were wrong.
+    """
+    from dsagen.bench.recording import last_times_us, record_figures
+    from dsagen.bench.shape_run import sweep_shapes
+    from dsagen.bench.shapes import load_shapes, specs_of
+    from dsagen.bench.sweep import current_device_name
+    from dsagen.evidence import require_recordable
+    from dsagen.matrix import expand
+
+    shapes = load_shapes(shape_list)
+    specs = [_require_decode(selection.spec) for selection in select(names, ())]
+    for spec in specs:
+        for made in specs_of(spec, shapes):
+            expand(made).require_complete()
+    device = current_device_name()
+    require_recordable(record)
+    records = last_times_us(device, record)
+    begin, wrong, rows = time.monotonic(), list[str](), []
+    for spec in specs:
+        compared = sweep_shapes(spec, shapes, with_peers=peers, records=records, progress=progress, wrong=wrong.append)
+        figures = [one.figures for one in compared]
+        for made in specs_of(spec, shapes):
+            record_figures(made, [found for found in figures if found.spec == made.name], record)
+        if not as_json:
+            _show(spec, compared, device, quiet)
+        rows.append((spec, compared))
+    seconds = time.monotonic() - begin
+    if as_json:
+        echo_json(_document(rows, device, seconds))
+    elif not quiet:
+        echo_lines([f"measured in {seconds:.0f} s"])
+    if wrong:
+        raise CheckFailed("\n  ".join((f"{len(wrong)} shapes gave wrong outputs:", *wrong)))
+
+
+def _require_decode(spec: DeploymentSpec) -> DeploymentSpec:
+    if "sparse_decode" not in spec.ops:
+        raise SpecError(f"{spec.name}: shapes are those of sparse_decode, which its ops lack: leave it out")
+    return spec
+
+
+def _show(spec: DeploymentSpec, compared: Sequence[ComparedShape], device: str, quiet: bool) -> None:
+    from dsagen.bench.verdicts import HEADER, summary_lines
+
+    if not quiet:
+        echo_lines([f"{spec.name} on {device}", *aligned([one.cells() for one in compared], HEADER, indent=2)])
+    echo_lines(summary_lines(compared))
+
+
+def _document(
+    rows: Sequence[tuple[DeploymentSpec, Sequence[ComparedShape]]], device: str, seconds: float
+) -> dict[str, object]:
+    from dsagen.bench.verdicts import counts
+
+    every = [one for _, compared in rows for one in compared]
+    return {
+        "device": device,
+        "seconds": round(seconds, 1),
+        "verdicts": counts(every),
+        "shapes": [one.to_json() for one in every],
+    }
