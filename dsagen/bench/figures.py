@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Protocol
 
 from dsagen.arch import ARCHS, Arch, DeviceFigures
@@ -16,6 +16,8 @@ CaseKey = tuple[tuple[str, Any], ...]
 
 # A run is called slower than the record beyond this share, which is above what replays of one build differ by.
 SLOWER_BY = 0.05
+# The last columns of a table of calls.
+EAGER_HEADER = ("issue us", "wall us", "last us")
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,75 @@ class Figures(Protocol):
 
 
 @dataclass(frozen=True)
+class CallFigures:
+    """What the figures of a call have in common; an op's add its case and what else was measured.
+
+    `gpu_us` is GPU time per call from graph replay over `input_sets` input sets, `spread` its relative p10..p90
+    distance; `issue_us` and `wall_us` are CPU and wall time of an eager call. `floor_us` is None on a device without
+    measured ceilings, `record_us` without an earlier record. `slugs` name the kernels that may have run.
+    """
+
+    spec: str
+    slugs: tuple[str, ...]
+    device: str
+    arch: str
+    gpu_us: float
+    spread: float
+    input_sets: int
+    issue_us: float
+    wall_us: float
+    floor_us: float | None
+    peers: tuple[PeerFigure, ...] = field(default=(), kw_only=True)
+    record_us: float | None = field(default=None, kw_only=True)
+
+    @property
+    def missed(self) -> tuple[str, ...]:
+        """Goals that are not reached, in words; none unless an op has some."""
+        return ()
+
+    @property
+    def floor_ratio(self) -> float | None:
+        """GPU time over the floor."""
+        return None if self.floor_us is None else self.gpu_us / self.floor_us
+
+    @property
+    def slower(self) -> bool:
+        """Whether the case takes notably longer than its last record."""
+        return is_slower(self.gpu_us, self.record_us)
+
+    def measured_spec(self, spec: DeploymentSpec) -> DeploymentSpec:
+        """The spec itself."""
+        return spec
+
+    def took_part(self, plan: KernelPlan) -> bool:
+        """Whether it is one of the case's kernels."""
+        return plan.slug in self.slugs
+
+    def _eager_cells(self) -> tuple[str, ...]:
+        """The last columns of a row, EAGER_HEADER."""
+        return f"{self.issue_us:.1f}", f"{self.wall_us:.1f}", number(self.record_us, ".1f")
+
+    def _plain(self, case: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+        """Plain data for `--json` and evidence, with what the op alone has."""
+        return {
+            "spec": self.spec,
+            "slugs": list(self.slugs),
+            "device": self.device,
+            "case": case,
+            "gpu_us": round(self.gpu_us, 3),
+            "spread": round(self.spread, 4),
+            "input_sets": self.input_sets,
+            "issue_us": round(self.issue_us, 2),
+            "wall_us": round(self.wall_us, 2),
+            "floor_us": None if self.floor_us is None else round(self.floor_us, 3),
+            **own,
+            "missed": list(self.missed),
+            "record_us": self.record_us,
+            "peers": [asdict(peer) for peer in self.peers],
+        }
+
+
+@dataclass(frozen=True)
 class DecodeFigures:
     """One case on one device.
 
@@ -128,9 +199,7 @@ class DecodeFigures:
         "CTAs",
         "SMs",
         "splits",
-        "issue us",
-        "wall us",
-        "last us",
+        *EAGER_HEADER,
     )
 
     @property

@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
-from dsagen.bench.figures import PeerFigure, is_slower, number
+from dsagen.bench.figures import EAGER_HEADER, CallFigures, number
 from dsagen.bench.logits_data import LogitsBenchCase
-from dsagen.plan import KernelPlan
-from dsagen.spec import DeploymentSpec
 
 GOAL_DEVICE = "NVIDIA H200"
 # Form, heads, requests, tokens of each, keys: us to reach and to aim at, of fp8 keys and fp32 scores.
@@ -26,28 +24,10 @@ GOALS_US: Mapping[tuple[str, int, int, int, int], tuple[float, float]] = {
 
 
 @dataclass(frozen=True)
-class LogitsFigures:
-    """One call on one device.
+class LogitsFigures(CallFigures):
+    """One call on one device. `floor_us` is the larger of the time to move keys and scores and that of the products."""
 
-    `gpu_us` is GPU time per call from graph replay over `input_sets` input sets, `spread` its relative p10..p90
-    distance; `issue_us` and `wall_us` are CPU and wall time of an eager call. `floor_us` is the larger of the time to
-    move keys and scores and that of the products, None on a device without measured ceilings. `slugs` name the kernels
-    that may have run.
-    """
-
-    spec: str
-    slugs: tuple[str, ...]
-    device: str
-    arch: str
     case: LogitsBenchCase
-    gpu_us: float
-    spread: float
-    input_sets: int
-    issue_us: float
-    wall_us: float
-    floor_us: float | None
-    peers: tuple[PeerFigure, ...] = ()
-    record_us: float | None = None
 
     op: ClassVar[str] = "indexer_logits"
     header: ClassVar[tuple[str, ...]] = (
@@ -65,9 +45,7 @@ class LogitsFigures:
         "TFLOP/s",
         "goal us",
         "aim us",
-        "issue us",
-        "wall us",
-        "last us",
+        *EAGER_HEADER,
     )
 
     @property
@@ -103,16 +81,6 @@ class LogitsFigures:
         """Floating-point operations of the products per second of GPU time."""
         return self.case.flops / self.gpu_us * 1e6
 
-    @property
-    def floor_ratio(self) -> float | None:
-        """GPU time over the floor."""
-        return None if self.floor_us is None else self.gpu_us / self.floor_us
-
-    @property
-    def slower(self) -> bool:
-        """Whether the case takes notably longer than its last record."""
-        return is_slower(self.gpu_us, self.record_us)
-
     def cells(self) -> tuple[str, ...]:
         """The table's row."""
         case, goals = self.case, self.goals_us or (None, None)
@@ -131,36 +99,14 @@ class LogitsFigures:
             f"{self.flops_per_s / 1e12:.0f}",
             number(goals[0], ".1f"),
             number(goals[1], ".1f"),
-            f"{self.issue_us:.1f}",
-            f"{self.wall_us:.1f}",
-            number(self.record_us, ".1f"),
+            *self._eager_cells(),
         )
-
-    def measured_spec(self, spec: DeploymentSpec) -> DeploymentSpec:
-        """The spec itself: heads are no part of a kernel."""
-        return spec
-
-    def took_part(self, plan: KernelPlan) -> bool:
-        """Whether it is one of the case's kernels."""
-        return plan.slug in self.slugs
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for `--json` and evidence."""
-        return {
-            "spec": self.spec,
-            "slugs": list(self.slugs),
-            "device": self.device,
-            "case": asdict(self.case),
-            "gpu_us": round(self.gpu_us, 3),
-            "spread": round(self.spread, 4),
-            "input_sets": self.input_sets,
-            "issue_us": round(self.issue_us, 2),
-            "wall_us": round(self.wall_us, 2),
-            "floor_us": None if self.floor_us is None else round(self.floor_us, 3),
+        own = {
             "tb_per_s": round(self.bytes_per_s / 1e12, 3),
             "tflops_per_s": round(self.flops_per_s / 1e12, 1),
             "goals_us": None if self.goals_us is None else list(self.goals_us),
-            "missed": list(self.missed),
-            "record_us": self.record_us,
-            "peers": [asdict(peer) for peer in self.peers],
         }
+        return self._plain(asdict(self.case), own)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from dsagen.arch import DeviceFigures
-from dsagen.bench.figures import PeerFigure, is_slower, number
+from dsagen.bench.figures import EAGER_HEADER, CallFigures, number
 from dsagen.bench.step_data import StepBenchCase
-from dsagen.plan import KernelPlan
-from dsagen.spec import DeploymentSpec
 
 # KV format, heads, requests, context: us on the device; the sum of the fastest other libraries there is 35, 120, 695.
 GOAL_DEVICE = "NVIDIA H200"
@@ -23,30 +21,15 @@ STAGES = ("indexer", "top-k", "attention")
 
 
 @dataclass(frozen=True)
-class StepFigures:
+class StepFigures(CallFigures):
     """One step on one device.
 
-    `gpu_us` is GPU time of the step from graph replay over `input_sets` input sets, `spread` its relative p10..p90
-    distance; `apart_us` is that of the same step without overlapping launches, and `stage_us` those of its stages, each
-    by itself; `issue_us` and `wall_us` are CPU and wall time of an
-    eager step. `floor_us` is None on a device without measured ceilings. `slugs` name the kernels that ran.
+    `apart_us` is GPU time of the same step without overlapping launches, `stage_us` that of its stages, each by itself.
     """
 
-    spec: str
-    slugs: tuple[str, ...]
-    device: str
-    arch: str
     case: StepBenchCase
-    gpu_us: float
-    spread: float
-    input_sets: int
     apart_us: float
     stage_us: tuple[float, float, float]
-    issue_us: float
-    wall_us: float
-    floor_us: float | None
-    record_us: float | None = None
-    peers: tuple[PeerFigure, ...] = ()
 
     op: ClassVar[str] = "decode_step"
     header: ClassVar[tuple[str, ...]] = (
@@ -61,9 +44,7 @@ class StepFigures:
         "floor us",
         "x floor",
         "goal us",
-        "issue us",
-        "wall us",
-        "last us",
+        *EAGER_HEADER,
     )
 
     @property
@@ -87,16 +68,6 @@ class StepFigures:
         late = self.goal_us is not None and self.gpu_us > self.goal_us
         return (f"{self.gpu_us:.1f} us, goal {self.goal_us:.1f} us",) if late else ()
 
-    @property
-    def floor_ratio(self) -> float | None:
-        """GPU time over the floor."""
-        return None if self.floor_us is None else self.gpu_us / self.floor_us
-
-    @property
-    def slower(self) -> bool:
-        """Whether the case takes notably longer than its last record."""
-        return is_slower(self.gpu_us, self.record_us)
-
     def cells(self) -> tuple[str, ...]:
         """The table's row."""
         case = self.case
@@ -112,39 +83,17 @@ class StepFigures:
             number(self.floor_us, ".1f"),
             number(self.floor_ratio, ".2f"),
             number(self.goal_us, ".1f"),
-            f"{self.issue_us:.1f}",
-            f"{self.wall_us:.1f}",
-            number(self.record_us, ".1f"),
+            *self._eager_cells(),
         )
-
-    def measured_spec(self, spec: DeploymentSpec) -> DeploymentSpec:
-        """The spec itself."""
-        return spec
-
-    def took_part(self, plan: KernelPlan) -> bool:
-        """Whether it is one of the case's kernels."""
-        return plan.slug in self.slugs
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for `--json` and evidence."""
-        return {
-            "spec": self.spec,
-            "slugs": list(self.slugs),
-            "device": self.device,
-            "case": self.case.to_json(),
-            "gpu_us": round(self.gpu_us, 3),
-            "spread": round(self.spread, 4),
-            "input_sets": self.input_sets,
+        own = {
             "apart_us": round(self.apart_us, 3),
             "stage_us": {name: round(us, 3) for name, us in zip(STAGES, self.stage_us, strict=True)},
-            "issue_us": round(self.issue_us, 2),
-            "wall_us": round(self.wall_us, 2),
-            "floor_us": None if self.floor_us is None else round(self.floor_us, 3),
             "goal_us": self.goal_us,
-            "missed": list(self.missed),
-            "record_us": self.record_us,
-            "peers": [asdict(peer) for peer in self.peers],
         }
+        return self._plain(self.case.to_json(), own)
 
 
 def step_floor_us(case: StepBenchCase, figures: DeviceFigures) -> float:

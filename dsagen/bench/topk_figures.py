@@ -7,9 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 from dsagen.arch import DeviceFigures
-from dsagen.bench.figures import PeerFigure, is_slower, number
+from dsagen.bench.figures import EAGER_HEADER, CallFigures, number
 from dsagen.bench.topk_data import TopkBenchCase
-from dsagen.plan import KernelPlan
 from dsagen.spec import DeploymentSpec
 
 # Dtype, rows, width, slots: us on the device, which is what the fastest other library took there.
@@ -28,28 +27,14 @@ MODE_RATIOS: Mapping[str, float] = {"set": 1.15, "order": 1.3}
 
 
 @dataclass(frozen=True)
-class TopkFigures:
+class TopkFigures(CallFigures):
     """One selection on one device.
 
-    `gpu_us` is GPU time per call from graph replay over `input_sets` input sets, `spread` its relative p10..p90
-    distance; `issue_us` and `wall_us` are CPU and wall time of an eager call. `floor_us` is the time to read the scores
-    once, None on a device without measured ceilings. `off_us` is the time of the same shape in mode `off`, None where
-    that was not measured. `slugs` name the kernels that ran.
+    `floor_us` is the time to read the scores once. `off_us` is GPU time of the same shape in mode `off`, None where
+    that was not measured.
     """
 
-    spec: str
-    slugs: tuple[str, ...]
-    device: str
-    arch: str
     case: TopkBenchCase
-    gpu_us: float
-    spread: float
-    input_sets: int
-    issue_us: float
-    wall_us: float
-    floor_us: float | None
-    peers: tuple[PeerFigure, ...] = ()
-    record_us: float | None = None
     off_us: float | None = None
 
     op: ClassVar[str] = "topk"
@@ -66,9 +51,7 @@ class TopkFigures:
         "TB/s",
         "goal us",
         "x off",
-        "issue us",
-        "wall us",
-        "last us",
+        *EAGER_HEADER,
     )
 
     @property
@@ -105,16 +88,6 @@ class TopkFigures:
         """Bytes of scores per second of GPU time."""
         return self.case.read_bytes / self.gpu_us * 1e6
 
-    @property
-    def floor_ratio(self) -> float | None:
-        """GPU time over the floor."""
-        return None if self.floor_us is None else self.gpu_us / self.floor_us
-
-    @property
-    def slower(self) -> bool:
-        """Whether the case takes notably longer than its last record."""
-        return is_slower(self.gpu_us, self.record_us)
-
     def cells(self) -> tuple[str, ...]:
         """The table's row."""
         case = self.case
@@ -131,39 +104,21 @@ class TopkFigures:
             f"{self.bytes_per_s / 1e12:.2f}",
             number(self.goal_us, ".1f"),
             number(self.off_ratio, ".2f"),
-            f"{self.issue_us:.1f}",
-            f"{self.wall_us:.1f}",
-            number(self.record_us, ".1f"),
+            *self._eager_cells(),
         )
 
     def measured_spec(self, spec: DeploymentSpec) -> DeploymentSpec:
         """The spec for the case's dtype of scores."""
         return spec if spec.scores == self.case.score else spec.replace(scores=self.case.score)
 
-    def took_part(self, plan: KernelPlan) -> bool:
-        """Whether it is one of the case's kernels."""
-        return plan.slug in self.slugs
-
     def to_json(self) -> dict[str, Any]:
         """Plain data for `--json` and evidence."""
-        return {
-            "spec": self.spec,
-            "slugs": list(self.slugs),
-            "device": self.device,
-            "case": asdict(self.case),
-            "gpu_us": round(self.gpu_us, 3),
-            "spread": round(self.spread, 4),
-            "input_sets": self.input_sets,
-            "issue_us": round(self.issue_us, 2),
-            "wall_us": round(self.wall_us, 2),
-            "floor_us": None if self.floor_us is None else round(self.floor_us, 3),
+        own = {
             "tb_per_s": round(self.bytes_per_s / 1e12, 3),
             "goal_us": self.goal_us,
             "off_ratio": None if self.off_ratio is None else round(self.off_ratio, 3),
-            "missed": list(self.missed),
-            "record_us": self.record_us,
-            "peers": [asdict(peer) for peer in self.peers],
         }
+        return self._plain(asdict(self.case), own)
 
 
 def topk_floor_us(case: TopkBenchCase, figures: DeviceFigures) -> float:

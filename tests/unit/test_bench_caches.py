@@ -22,7 +22,7 @@ from dsagen.runtime.emulated import EmulatorOptions
 from dsagen.spec import load_spec
 
 CASE = CacheBenchCase("kv_cache", "write", "v32", 4096)
-FIGURES = CacheFigures("v32_kv_cache_h128", ("s",), "NVIDIA H200", "sm_90a", CASE, 3.0, 0.01, 9, 7_405_568, 1, 4, 1.6)
+FIGURES = CacheFigures("v32_kv_cache_h128", ("s",), "NVIDIA H200", "sm_90a", 3.0, 0.01, 9, 1, 4, 1.6, CASE, 7_405_568)
 
 
 @pytest.mark.parametrize(

@@ -35,15 +35,15 @@ FIGURES = StepFigures(
     ("s",),
     "NVIDIA H200",
     "sm_90a",
-    CASE,
     100.0,
     0.01,
     2,
-    103.0,
-    (60.0, 20.0, 18.0),
     30.0,
     101.0,
     70.0,
+    CASE,
+    103.0,
+    (60.0, 20.0, 18.0),
 )
 SMALL = replace(CASE, index_heads=8, requests=2, next_n=2, context=192, selected=48, page_size=16)
 

@@ -30,7 +30,7 @@ from dsagen.spec import load_spec
 SPEC = load_spec("v32_topk_h128")
 CASE = TopkBenchCase("fp32", 128, 32768, 2048, "set")
 SMALL = TopkBenchCase("fp32", 5, 512, 32, "order", page_size=16)
-FIGURES = TopkFigures("v32_topk_h128", ("s",), GOAL_DEVICE, "sm_90a", CASE, 15.0, 0.01, 16, 9.0, 15.5, 3.7)
+FIGURES = TopkFigures("v32_topk_h128", ("s",), GOAL_DEVICE, "sm_90a", 15.0, 0.01, 16, 9.0, 15.5, 3.7, CASE)
 
 
 # ---- cases and figures

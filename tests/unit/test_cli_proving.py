@@ -213,7 +213,7 @@ def selections() -> list[TopkFigures]:
         peers = (PeerFigure("torch", "torch", "2.11.0", 103.4),)
         slugs = (count.slug, select.slug)
         found.append(
-            TopkFigures(spec.name, slugs, DEVICE, "sm_90a", case, gpu_us, 0.01, 16, 9.0, 15.5, 3.7, peers, None, 14.0)
+            TopkFigures(spec.name, slugs, DEVICE, "sm_90a", gpu_us, 0.01, 16, 9.0, 15.5, 3.7, case, 14.0, peers=peers)
         )
     return found
 
