@@ -16,7 +16,6 @@ import hashlib
 import logging
 import os
 import shutil
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +23,7 @@ from functools import cache
 from pathlib import Path
 
 from dsagen import knobs
-from dsagen.ending import cleaning_up_first
+from dsagen.ending import cleaning_up_first, run_child
 from dsagen.errors import StoreError, ToolchainError
 
 _LOG = logging.getLogger(__name__)
@@ -112,7 +111,7 @@ def run_compiler(what: str, command: Sequence[str]) -> None:
     """Run a compiler. ToolchainError with what it said and the way out where it fails or cannot be started."""
     compiler = Path(command[0]).name
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+        done = run_child(command)
     except OSError as error:
         raise ToolchainError(
             f"{what} does not compile: {command[0]} cannot be run ({error.strerror}): put a {compiler} that works "

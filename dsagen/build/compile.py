@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from dsagen import knobs
 from dsagen.build.key import compile_flags
@@ -27,6 +28,7 @@ from dsagen.build.patience import patiently
 from dsagen.build.toolchain import Toolchain
 from dsagen.build.unit import Unit
 from dsagen.build.watch import CompileWatch, RunningCompile
+from dsagen.ending import with_child
 from dsagen.errors import BuildError, ToolchainError
 
 SOURCE, PTX, CUBIN, LOG = "kernel.cu", "kernel.ptx", "kernel.cubin", "build.log"
@@ -123,28 +125,26 @@ def run_compiles(
     command = [str(ninja_binary()), "-C", str(folder), f"-j{jobs}", "-k0"]
     pending, watch = list(tasks), CompileWatch()
     printed = bytearray()
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env=knobs.compiler_environment(NINJA_STATUS="[%f/%t] "),
-    )
-    try:
+
+    def start() -> subprocess.Popen[bytes]:
+        environment = knobs.compiler_environment(NINJA_STATUS="[%f/%t] ")
+        pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        return subprocess.Popen(command, env=environment, **pipes)
+
+    def follow(process: subprocess.Popen[bytes]) -> int:
+        nonlocal pending
         assert process.stdout is not None
         # Ninja prints a line whenever an edge ends, which is the moment to look; in between, what runs is watched.
         while _read_some(process.stdout.fileno(), printed):
             pending = _report_finished(pending, watch, on_finish)
             on_look(_running(pending, watch))
-        process.wait()
-    finally:
-        _stop(process, pending)
-        if process.stdout is not None:
-            process.stdout.close()
+        return process.wait()
+
+    exit_code = with_child(start, follow, lambda process: _stop(process, pending))
     pending = _report_finished(pending, watch, on_finish)
     if len(pending) == len(tasks) and not any((task.work_dir / _STARTED).exists() for task in tasks):
         text = printed.decode(errors="replace").strip()[-2000:]
-        raise BuildError(f"ninja compiled nothing (exit code {process.returncode}): {text}")
+        raise BuildError(f"ninja compiled nothing (exit code {exit_code}): {text}")
     for task in pending:
         on_finish(CompileOutcome(task, None, 0.0))
 
@@ -231,8 +231,12 @@ def _stop(process: subprocess.Popen[bytes], pending: Sequence[CompileTask]) -> N
     A compiler may hang on the signal that ninja passes on, while ninja waits for it or has left; what is still there
     after a while is killed.
     """
-    if process.poll() is not None:
-        return
+    with process:  # which closes its pipe
+        if process.poll() is None:
+            _end(process, pending)
+
+
+def _end(process: subprocess.Popen[bytes], pending: Sequence[CompileTask]) -> None:
     process.terminate()
     deadline = time.monotonic() + _STOP_TIMEOUT_S
     try:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dsagen import knobs
+from dsagen.ending import run_child
 from dsagen.errors import KnobError, ToolchainError
 
 MINIMUM_CUDA = (12, 8)
@@ -216,15 +217,7 @@ def _ask_version(tool: str, real: str, mtime_ns: int, size_bytes: int) -> str:
 def _run(command: list[str]) -> str:
     """Standard output and error of a short query; raises _UnusableError when it fails."""
     try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_QUERY_TIMEOUT_S,
-            check=False,
-        )
+        done = run_child(command, stdin=subprocess.DEVNULL, timeout=_QUERY_TIMEOUT_S)
     except OSError as error:
         raise _UnusableError(f"cannot be run ({error.strerror})") from None
     except subprocess.TimeoutExpired:

@@ -11,6 +11,7 @@ from dsagen.check.report import CheckReport
 from dsagen.check.step_cases import StepCase
 from dsagen.dependent import is_dependent
 from dsagen.emulator.library import load_library
+from dsagen.ending import run_child
 from dsagen.errors import StoreError
 from dsagen.evidence import record, row_for
 from dsagen.matrix import expand
@@ -71,7 +72,7 @@ def driver_version() -> str:
         pass
     try:
         command = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-        text = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
-        return text.split()[0]
-    except (OSError, subprocess.SubprocessError, IndexError):
+        done = run_child(command, timeout=20)
+        return done.stdout.split()[0] if done.returncode == 0 else _UNKNOWN
+    except (OSError, subprocess.TimeoutExpired, IndexError):
         return _UNKNOWN

@@ -125,6 +125,27 @@ def as_in_a_terminal():
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
+# As if the signal came right after the fork, before anybody knows the number of the process that was started.
+EARLY = """
+import pathlib, signal, subprocess, sys
+class Popen(subprocess.Popen):
+    def __init__(self, command, **options):
+        super().__init__(command, **options)
+        if "--version" not in command:
+            pathlib.Path(sys.argv[1]).write_text(str(self.pid))
+            signal.raise_signal(signal.SIGTERM)
+subprocess.Popen = Popen
+"""
+
+
+def is_gone(process):
+    place = Path("/proc") / process
+    try:
+        return ") Z " in (place / "stat").read_text()
+    except OSError:
+        return True
+
+
 def end_while_it_compiles(kit, number, *command):
     """(exit code, last line of what it said) of a process that gets a signal once a compiler runs, which it ends."""
     process = subprocess.Popen(
@@ -138,11 +159,9 @@ def end_while_it_compiles(kit, number, *command):
     deadline = time.monotonic() + 60
     while not (kit / "pid").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
-    time.sleep(0.3)  # the compiler runs before the process that has started it knows its number
     process.send_signal(number)
     _, said = process.communicate(timeout=60)
-    compiler = Path("/proc") / (kit / "pid").read_text().strip()
-    assert not compiler.exists() or ") Z " in (compiler / "stat").read_text()
+    assert is_gone((kit / "pid").read_text().strip())
     return process.returncode, said.strip().rpartition("\n")[2]
 
 
@@ -166,6 +185,17 @@ def test_a_process_that_is_ended_while_it_makes_a_library_leaves_none_of_it(kit,
     code, _ = end_while_it_compiles(kit, signal.SIGTERM, LIBRARY, str(kit / "pid"), str(tmp_path / "kept"))
     assert code == -signal.SIGTERM
     assert [path for path in (tmp_path / "kept").iterdir() if path.is_dir()] == []
+
+
+@pytest.mark.parametrize("what", [BUILD, LIBRARY], ids=["build", "library"])
+def test_a_compiler_that_is_just_being_started_is_ended_too(kit, tmp_path, what):
+    write_toolchain(kit, before_nvcc="exec sleep 30")
+    command = [sys.executable, "-c", EARLY + what, str(kit / "pid"), str(tmp_path / "kept")]
+    done = subprocess.run(
+        command, env=child_environment(), capture_output=True, timeout=60, check=False, preexec_fn=as_in_a_terminal
+    )
+    assert done.returncode == -signal.SIGTERM, done.stderr
+    assert is_gone((kit / "pid").read_text().strip())
 
 
 HANDLED = """
