@@ -6,7 +6,9 @@ serve all its contestants.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import dsagen
@@ -16,7 +18,6 @@ from dsagen.bench.run import (
     CheckedCalls,
     Pools,
     Prepared,
-    Progress,
     Records,
     Wrong,
     checked_peer,
@@ -44,20 +45,22 @@ def sweep_shapes(
     with_peers: bool = False,
     seed: int = 0,
     records: Records | None = None,
-    progress: Progress = lambda _: None,
     wrong: Wrong = raise_wrong,
-) -> list[ComparedShape]:
+    deadline_s: float = math.inf,
+) -> Iterator[ComparedShape]:
     """Measure shapes, in their order, with the kernels of a spec and its shapes' head counts, on the current device.
 
-    A shape whose output is wrong is left out; what is wrong goes to `wrong`. A peer that is missing, refuses or is
-    wrong becomes a note. Raises DeviceError without a device that the spec declares, SpecError for a shape that the
-    spec cannot have.
+    Each comes as soon as it is measured; none is begun after `deadline_s` of the monotonic clock. One whose output is
+    wrong is left out; what is wrong goes to `wrong`. A peer that is missing, refuses or is wrong becomes a note. Raises
+    DeviceError without a device that the spec declares, SpecError for a shape that the spec cannot have.
     """
     loaded = {made.heads: dsagen.load(made) for made in specs_of(spec, shapes)}
     for kernels in loaded.values():
         kernels.prepare()
-    pools, found = Pools(with_peers), []
-    for number, shape in enumerate(shapes, 1):
+    pools = Pools(with_peers)
+    for shape in shapes:
+        if time.monotonic() > deadline_s:
+            return
         kernels = loaded[shape.heads]
         case = case_of(kernels.spec, shape)
         prepared = prepare_case(case, *pools.of(case, kernels.device), seed)
@@ -67,11 +70,7 @@ def sweep_shapes(
             wrong(str(error))
             continue
         figures, peers = _compare(checked, prepared, with_peers)
-        compared = ComparedShape(shape, with_context(figures, peers, records or {}))
-        # Said at once, so that a run that breaks off has shown what it had.
-        progress(f"{number} of {len(shapes)}: {compared.text}")
-        found.append(compared)
-    return found
+        yield ComparedShape(shape, with_context(figures, peers, records or {}))
 
 
 def _compare(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from dsagen.cli.table import aligned, echo_json, echo_lines
 from dsagen.errors import CheckFailed, SpecError
 
 if TYPE_CHECKING:
+    from dsagen.bench.shapes import Shape
     from dsagen.bench.verdicts import ComparedShape
     from dsagen.spec import DeploymentSpec
 
@@ -21,6 +23,7 @@ def bench_shapes(
     shape_list: str,
     *,
     peers: bool,
+    time_limit: int | None,
     record: Path | None,
     progress: Callable[[str], None],
     quiet: bool,
@@ -28,10 +31,10 @@ def bench_shapes(
 ) -> None:
     """Measure the shapes of a list with each of the specs of these names, and print verdicts and a summary.
 
-    Raises SpecError for specs and shapes that do not go together before anything is measured, CheckFailed at the end
-    where outputs were wrong.
+    What was measured is recorded and printed however the run ends. Raises SpecError for specs and shapes that do not go
+    together before anything is measured, CheckFailed at the end where outputs were wrong.
     """
-    from dsagen.bench.recording import last_times_us, record_figures
+    from dsagen.bench.recording import last_times_us
     from dsagen.bench.shape_run import sweep_shapes
     from dsagen.bench.shapes import load_shapes, specs_of
     from dsagen.bench.sweep import current_device_name
@@ -46,22 +49,38 @@ def bench_shapes(
     device = current_device_name()
     require_recordable(record)
     records = last_times_us(device, record)
-    begin, wrong, rows = time.monotonic(), list[str](), []
-    for spec in specs:
-        compared = sweep_shapes(spec, shapes, with_peers=peers, records=records, progress=progress, wrong=wrong.append)
-        figures = [one.figures for one in compared]
-        for made in specs_of(spec, shapes):
-            record_figures(made, [found for found in figures if found.spec == made.name], record)
-        if not as_json:
-            _show(spec, compared, device, quiet)
-        rows.append((spec, compared))
-    seconds = time.monotonic() - begin
-    if as_json:
-        echo_json(_document(rows, device, seconds))
-    elif not quiet:
-        echo_lines([f"measured in {seconds:.0f} s"])
+    begin, wrong = time.monotonic(), list[str]()
+    found: list[tuple[DeploymentSpec, list[ComparedShape]]] = [(spec, []) for spec in specs]
+    deadline_s = math.inf if time_limit is None else begin + time_limit
+    try:
+        for spec, compared in found:
+            for one in sweep_shapes(
+                spec, shapes, with_peers=peers, records=records, wrong=wrong.append, deadline_s=deadline_s
+            ):
+                compared.append(one)
+                progress(f"{len(compared)} of {len(shapes)}: {one.text}")
+    finally:
+        _record(found, shapes, record)
+        seconds = time.monotonic() - begin
+        left = len(specs) * len(shapes) - len(wrong) - sum(len(compared) for _, compared in found)
+        if as_json:
+            echo_json(_document(found, device, seconds, left))
+        else:
+            _show(found, device, quiet)
+            echo_lines([f"{left} shapes were not measured in {seconds:.0f} s"] if left else [])
     if wrong:
         raise CheckFailed("\n  ".join((f"{len(wrong)} shapes gave wrong outputs:", *wrong)))
+
+
+def _record(
+    found: Sequence[tuple[DeploymentSpec, Sequence[ComparedShape]]], shapes: Sequence[Shape], file: Path | None
+) -> None:
+    from dsagen.bench.recording import record_figures
+    from dsagen.bench.shapes import specs_of
+
+    for spec, compared in found:
+        for made in specs_of(spec, shapes):
+            record_figures(made, [one.figures for one in compared if one.figures.spec == made.name], file)
 
 
 def _require_decode(spec: DeploymentSpec) -> DeploymentSpec:
@@ -70,23 +89,25 @@ def _require_decode(spec: DeploymentSpec) -> DeploymentSpec:
     return spec
 
 
-def _show(spec: DeploymentSpec, compared: Sequence[ComparedShape], device: str, quiet: bool) -> None:
+def _show(found: Sequence[tuple[DeploymentSpec, Sequence[ComparedShape]]], device: str, quiet: bool) -> None:
     from dsagen.bench.verdicts import HEADER, summary_lines
 
-    if not quiet:
-        echo_lines([f"{spec.name} on {device}", *aligned([one.cells() for one in compared], HEADER, indent=2)])
-    echo_lines(summary_lines(compared))
+    for spec, compared in found:
+        if not quiet:
+            echo_lines([f"{spec.name} on {device}", *aligned([one.cells() for one in compared], HEADER, indent=2)])
+        echo_lines(summary_lines(compared))
 
 
 def _document(
-    rows: Sequence[tuple[DeploymentSpec, Sequence[ComparedShape]]], device: str, seconds: float
+    found: Sequence[tuple[DeploymentSpec, Sequence[ComparedShape]]], device: str, seconds: float, left: int
 ) -> dict[str, object]:
     from dsagen.bench.verdicts import counts
 
-    every = [one for _, compared in rows for one in compared]
+    every = [one for _, compared in found for one in compared]
     return {
         "device": device,
         "seconds": round(seconds, 1),
+        "not_measured": left,
         "verdicts": counts(every),
         "shapes": [one.to_json() for one in every],
     }

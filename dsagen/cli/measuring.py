@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     metavar="NAME|FILE",
     help="Measure sparse decode for a list of shapes, with a verdict on each: decode60, or a file of JSON lines.",
 )
+@click.option("--time-limit", type=click.IntRange(min=1), help="Seconds after which no other shape of a list is begun.")
 @click.option("--plot", type=click.Path(path_type=Path, file_okay=False), help="Folder for pictures and index.html.")
 @click.option("--recorded", is_flag=True, help="Measure nothing: show the last record, for --plot or --json.")
 @click.option(
@@ -58,6 +59,7 @@ def bench(
     heads: str | None,
     kv: str | None,
     shape_list: str | None,
+    time_limit: int | None,
     plot: Path | None,
     recorded: bool,
     record: Path | None,
@@ -86,12 +88,15 @@ def bench(
             specs,
             shape_list,
             peers=peers,
+            time_limit=time_limit,
             record=record,
             progress=_progress(quiet),
             quiet=quiet,
             as_json=as_json,
         )
         return
+    if time_limit is not None:
+        raise SpecError("--time-limit: means nothing without --shape-list: leave it out")
     loaded = _specs(specs, axes)
     if host:
         others = shapes | {

@@ -156,15 +156,18 @@ SMALL_SHAPES = (Shape(2, 1, 16, 3, "smallest"), Shape(1, 2, 8, 16))
 
 
 class TimedCalls:
-    """A contestant whose calls run once and take what their list says; `us` by the number of contestants so far."""
+    """A contestant whose calls run once; then it takes the next time of `us`, or raises what stands there."""
 
-    us: list[float]
-    turns: list[list["TimedCalls"]]
+    us: list
+    turns: list
 
     def __init__(self, calls, *, warm_ms):
         for call in calls:
             call()
-        self.timing = Timing(TimedCalls.us.pop(0), 0.02, len(calls), 10)
+        us = TimedCalls.us.pop(0)
+        if isinstance(us, BaseException):
+            raise us
+        self.timing = Timing(us, 0.02, len(calls), 10)
         self.open = True
 
     def close(self):
@@ -210,9 +213,8 @@ def measured(monkeypatch):
 def test_contestants_of_a_shape_take_turns_on_the_same_inputs(measured):
     fast, refusing = StandInPeer(name="fast"), StandInPeer(refusal="needs 64 heads", name="picky")
     loaded = measured([9.0, 5.0, 30.0, 40.0], (fast, refusing, StandInPeer(error=1.2, name="wrong")))
-    said = []
     keys = {case_key(case_of(SPEC, SMALL_SHAPES[1]).to_json()): 20.0}
-    found = shape_run.sweep_shapes(SPEC, SMALL_SHAPES, with_peers=True, records=keys, progress=said.append)
+    found = list(shape_run.sweep_shapes(SPEC, SMALL_SHAPES, with_peers=True, records=keys))
     assert [(one.shape, one.figures.spec, one.figures.gpu_us) for one in found] == [
         (SMALL_SHAPES[0], "v32_h16_heads3", 9.0),
         (SMALL_SHAPES[1], "v32_h16", 30.0),
@@ -226,12 +228,11 @@ def test_contestants_of_a_shape_take_turns_on_the_same_inputs(measured):
     )
     assert all(kernels.prepared for kernels in loaded.values())
     assert [one.figures.record_us for one in found] == [None, 20.0]
-    assert said == [f"{number} of 2: {one.text}" for number, one in enumerate(found, 1)]
 
 
 def test_without_peers_shapes_are_timed_alone(measured):
     measured([9.0, 8.0], (StandInPeer(),))
-    found = shape_run.sweep_shapes(SPEC, SMALL_SHAPES)
+    found = list(shape_run.sweep_shapes(SPEC, SMALL_SHAPES))
     assert [one.verdict for one in found] == ["no peer", "no peer"] and [len(turn) for turn in TimedCalls.turns] == [
         1,
         1,
@@ -241,19 +242,18 @@ def test_without_peers_shapes_are_timed_alone(measured):
 def test_a_wrong_shape_is_left_out_and_a_peer_that_fails_is_a_note(measured):
     measured([], error=1.05)
     wrong = []
-    assert shape_run.sweep_shapes(SPEC, SMALL_SHAPES, wrong=wrong.append) == []
+    assert list(shape_run.sweep_shapes(SPEC, SMALL_SHAPES, wrong=wrong.append)) == []
     assert len(wrong) == 2 and all("was not timed" in text for text in wrong)
     with pytest.raises(CheckFailed):
-        shape_run.sweep_shapes(SPEC, SMALL_SHAPES)
-    # There is no time for the peer's calls, so its capture raises.
-    measured([9.0], (StandInPeer(),))
+        list(shape_run.sweep_shapes(SPEC, SMALL_SHAPES))
+    measured([9.0, RuntimeError("not in a capture")], (StandInPeer(),))
     (found,) = shape_run.sweep_shapes(SPEC, SMALL_SHAPES[:1], with_peers=True)
-    assert found.verdict == "no peer" and found.figures.peers[0].note.startswith("failed: IndexError")
+    assert found.verdict == "no peer" and found.figures.peers[0].note == "failed: RuntimeError: not in a capture"
 
 
 def test_the_command_prints_verdicts_and_a_summary_or_one_document(measured, tmp_path, monkeypatch, capsys):
     path = tmp_path / "own.jsonl"
-    path.write_text("".join(json.dumps({**vars(shape)}) + "\n" for shape in SMALL_SHAPES))
+    path.write_text("".join(json.dumps(vars(shape)) + "\n" for shape in SMALL_SHAPES))
     recorded = []
     monkeypatch.setattr(
         "dsagen.bench.recording.record_figures", lambda spec, figures, file: recorded.append((spec.name, len(figures)))
@@ -270,9 +270,32 @@ def test_the_command_prints_verdicts_and_a_summary_or_one_document(measured, tmp
     plain = json.loads(capsys.readouterr().out)
     assert plain["verdicts"] == {"faster": 1, "level": 0, "slower": 1, "no peer": 0}
     assert [row["verdict"] for row in plain["shapes"]] == ["faster", "slower"] and plain["device"] == "NVIDIA H200"
+    assert plain["not_measured"] == 0
     measured([], error=1.05)
     assert main(["bench", "v32_h16", "--shape-list", str(path)]) == 4
     assert "2 shapes gave wrong outputs" in capsys.readouterr().err
+
+
+def test_what_was_measured_is_shown_and_recorded_however_the_run_ends(measured, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "own.jsonl"
+    path.write_text("".join(json.dumps(vars(shape)) + "\n" for shape in SMALL_SHAPES))
+    recorded = []
+    monkeypatch.setattr(
+        "dsagen.bench.recording.record_figures", lambda spec, figures, file: recorded.append((spec.name, len(figures)))
+    )
+    measured([9.0, KeyboardInterrupt()])
+    assert main(["bench", "v32_h16", "--shape-list", str(path)]) == 130
+    text = capsys.readouterr().out
+    assert "of 1 shapes: 0 faster" in text and "1 shapes were not measured in " in text
+    assert recorded == [("v32_h16_heads3", 1), ("v32_h16", 0)]
+    # The clock is at the limit once the first shape is measured.
+    measured([9.0])
+    clock = iter([0.0, 5.0, 5.1, 5.2])
+    monkeypatch.setattr(shape_run, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr("dsagen.cli.comparing.time", shape_run.time)
+    assert main(["bench", "v32_h16", "--shape-list", str(path), "--time-limit", "5", "--json"]) == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert (plain["not_measured"], len(plain["shapes"]), plain["seconds"]) == (1, 1, 5.2)
 
 
 @pytest.mark.parametrize(
@@ -289,3 +312,8 @@ def test_the_command_prints_verdicts_and_a_summary_or_one_document(measured, tmp
 def test_what_does_not_go_with_a_list_is_refused_without_a_device(arguments, message, capsys):
     assert main(["bench", *arguments, "--shape-list", "decode60"]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_time_limit_is_for_lists(capsys):
+    assert main(["bench", "v32_h16", "--time-limit", "5"]) == 2
+    assert "--time-limit: means nothing without --shape-list" in capsys.readouterr().err
