@@ -28,11 +28,12 @@ from dsagen.check.kv_cases import Probe as KvProbe
 from dsagen.check.ragged_cases import RaggedCase
 from dsagen.check.step_cases import REPEATS as STEP_REPEATS
 from dsagen.check.step_cases import Probe as StepProbe
-from dsagen.check.step_cases import StepCase
+from dsagen.check.step_cases import Selects, StepCase
 from dsagen.check.topk_cases import FAR_OUT_ELEMENTS, FAR_ROW_ELEMENTS, TopkCase
 from dsagen.check.topk_cases import REPEATS as TOPK_REPEATS
 from dsagen.check.topk_cases import Probe as TopkProbe
 from dsagen.emulator import DEVICE
+from dsagen.families.indexer_logits.op import BLOCK_KEYS
 from dsagen.index_format import index_format
 from dsagen.matrix import expand
 from dsagen.runtime.api import load
@@ -162,10 +163,14 @@ def _step_size(spec: DeploymentSpec, case: StepCase) -> tuple[str, int, int, int
     calls = STEP_REPEATS if case.probe is StepProbe.REPEATED else 1
     assert spec.index is not None, "a case of the chain is for a spec with an index"
     record, pages = spec.extra_kv_format or spec.kv_format, case.batch * -(-case.width // case.page_size)
-    token_bytes = index_format(spec.index.keys).record_bytes(spec.index.dim) + case.layers * record.record_bytes
+    layers = len(case.layers)
+    token_bytes = index_format(spec.index.keys).record_bytes(spec.index.dim) + layers * record.record_bytes
     pool_bytes = pages * (case.page_size * token_bytes + case.pad_bytes) * spec.kv_heads
+    inside = BLOCK_KEYS * (case.candidate_blocks or 0)
+    keys_of = {Selects.ALL: case.width, Selects.CHOOSE: case.width, Selects.USE: inside, Selects.AGAIN: 0}
+    scored = sum(keys_of[layer] for layer in case.layers)
     # Attention over a column and a head takes about as long as the score of a key and a head.
-    size = case.rows * (case.width * spec.index.heads + case.layers * case.k * spec.heads) * calls
+    size = case.rows * (scored * spec.index.heads + layers * case.k * spec.heads) * calls
     return "keys and columns x heads", size, MOST_KEY_HEADS, pool_bytes
 
 

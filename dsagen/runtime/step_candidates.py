@@ -75,7 +75,7 @@ def make_level(
     )
 
 
-def require_level(level: CandidateLevel | None, candidates: object, page_size: int) -> CandidateLevel:
+def require_level(level: CandidateLevel | None, candidates: object) -> CandidateLevel:
     """The plan's level; GuardError where it has none, or for what a layer cannot do with it."""
     if candidates not in (CHOOSE, USE):
         raise GuardError(
@@ -83,6 +83,11 @@ def require_level(level: CandidateLevel | None, candidates: object, page_size: i
         )
     if level is None:
         raise GuardError("[T-22] candidates: the plan has none: pass candidate_blocks to plan_decode_step")
+    return level
+
+
+def require_usable(level: CandidateLevel, candidates: str, page_size: int) -> None:
+    """Refuse pages of the KV cache that blocks would lie across, and the use of blocks that nobody chose."""
     if page_size % BLOCK_KEYS:
         raise GuardError(
             f"[T-22] candidates: the KV cache has pages of {page_size} tokens, and blocks of {BLOCK_KEYS} would lie "
@@ -93,4 +98,3 @@ def require_level(level: CandidateLevel | None, candidates: object, page_size: i
             "[T-22] candidates: none were chosen with this plan yet: an earlier layer of the step passes "
             f"candidates={CHOOSE!r}"
         )
-    return level

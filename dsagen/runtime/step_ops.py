@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +11,14 @@ import torch
 from dsagen.arch import arch as arch_row
 from dsagen.dependent import CHAIN_OPS, has_chain
 from dsagen.errors import FrozenError, GuardError
-from dsagen.families.indexer_logits.op import BLOCK_KEYS, LogitsShape, size_values
+from dsagen.families.indexer_logits.op import (
+    BLOCK_KEYS,
+    BLOCKS,
+    CANDIDATES,
+    PAGED,
+    LogitsShape,
+    size_values,
+)
 from dsagen.families.indexer_logits.op import SIZE_GUARDS as LOGITS_SIZES
 from dsagen.guard import check, rename, require_bool, require_int
 from dsagen.runtime import traced
@@ -19,7 +27,7 @@ from dsagen.runtime.indexer import SCORE_DTYPES, index_of
 from dsagen.runtime.indexer_blocks import block_columns
 from dsagen.runtime.indexer_ops import IndexerOps
 from dsagen.runtime.plan_cache import PlanCache
-from dsagen.runtime.step_candidates import USE, CandidateLevel, make_level, require_level
+from dsagen.runtime.step_candidates import USE, CandidateLevel, make_level, require_level, require_usable
 from dsagen.runtime.step_checks import (
     StepIndex,
     lengths_of_tokens,
@@ -37,6 +45,7 @@ if TYPE_CHECKING:
     from dsagen.runtime.api import Device
 
 STEP = "decode_step"
+LOGITS = "indexer_logits"
 # What a stage calls the tensors that a step has by other names.
 _STEP_NAMES = {
     "q": "index_q",
@@ -286,14 +295,25 @@ class StepOps(IndexerOps, TopkOps, DecodeOps):
             shape, str(self.spec.scores), *self._stage_bytes(shape, widths, num_splits, ordinal)
         ).total_bytes
 
-    def decode_step_slugs(self, plan: DecodeStepPlan) -> tuple[str, ...]:
-        """Names of the kernels that steps of a plan take, in the order of their launches."""
-        on = self._on(plan._ordinal)
-        scored = on.by_role["indexer_logits", "main"][0].slug
-        wanted = shape_of(TopkTensors(plan.scores), plan.shape.k, self.spec)
-        chosen = self._choose_topk(plan._ordinal, wanted)
-        selected = [kernel.slug for kernel in self._topk_kernels(plan._ordinal, chosen, plan.selection.is_dependent)]
-        return (scored, *selected, *plan.following.slugs)
+    def decode_step_slugs(self, plan: DecodeStepPlan, candidates: str | None = None) -> tuple[str, ...]:
+        """Names of the kernels that steps of a plan take with such `candidates`, in the order of their launches."""
+        on, dependent = self._on(plan._ordinal), plan.selection.is_dependent
+        selected = partial(self._selecting_slugs, plan._ordinal)
+        if candidates is None:
+            found = (on.by_role[LOGITS, PAGED][0].slug, *selected(plan.scores, plan.shape.k, dependent))
+            return (*found, *plan.following.slugs)
+        level = require_level(plan.candidates, candidates)
+        if candidates == USE:
+            inside = selected(level.compact, plan.shape.k, level.inside.is_dependent)
+            return (on.by_role[LOGITS, CANDIDATES][0].slug, *inside, *plan.following.slugs)
+        blocks = selected(level.block_scores, level.slots, level.choosing.is_dependent)
+        keys = selected(plan.scores, plan.shape.k, dependent)
+        return (on.by_role[LOGITS, BLOCKS][0].slug, *blocks, *keys, *plan.following.slugs)
+
+    def _selecting_slugs(self, ordinal: int, scores: torch.Tensor, k: int, is_dependent: bool) -> list[str]:
+        """Names of top-k's kernels for such scores."""
+        chosen = self._choose_topk(ordinal, shape_of(TopkTensors(scores), k, self.spec))
+        return [kernel.slug for kernel in self._topk_kernels(ordinal, chosen, is_dependent)]
 
     def _overlaps(self, asked: bool | None, ordinal: int) -> bool:
         """Whether launches of a step overlap; GuardError where that is asked for and the arch has no such launches."""
@@ -318,7 +338,8 @@ class StepOps(IndexerOps, TopkOps, DecodeOps):
 
     def _select_by_blocks(self, plan: DecodeStepPlan, given: StepIndex, page_size: int, candidates: str) -> None:
         """As `_select`, of a layer that chooses candidate blocks, or of one that scores those that were chosen."""
-        level = require_level(plan.candidates, candidates, page_size)
+        level = require_level(plan.candidates, candidates)
+        require_usable(level, candidates, page_size)
         try:
             if candidates == USE:
                 self._select_inside(plan, given, level)
@@ -428,7 +449,7 @@ class StepOps(IndexerOps, TopkOps, DecodeOps):
         """Workspaces of top-k and of attention, after the limits of all three stages have been held."""
         on = self._on(ordinal)
         logits = LogitsShape(shape.batch, shape.next_n, shape.max_seq_len, index_of(self.spec).heads)
-        check(LOGITS_SIZES, size_values(on.by_role["indexer_logits", "main"][0], logits, on.facts.sm_count))
+        check(LOGITS_SIZES, size_values(on.by_role[LOGITS, PAGED][0], logits, on.facts.sm_count))
         selection = self.topk_workspace_bytes(shape.rows, shape.max_seq_len, shape.k, device=ordinal)
         attention = self.sparse_decode_workspace_bytes(
             shape.batch, shape.next_n, widths[0], extra_topk=widths[1], num_splits=num_splits, device=ordinal

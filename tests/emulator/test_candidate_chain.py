@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import dsagen
 from dsagen.check.indexer_cases import Lengths, LogitsCase
-from dsagen.check.indexer_inputs import LogitsInputs, make_inputs
-from dsagen.check.step_cases import WINDOW, StepCase
-from dsagen.check.step_run import StepRun, layer_arguments
+from dsagen.check.indexer_inputs import make_inputs
 from dsagen.families.indexer_logits.reference import (
     block_scores_reference,
     candidates_reference,
@@ -23,8 +19,7 @@ from dsagen.families.indexer_logits.reference import (
 )
 from dsagen.families.topk.reference import topk_reference, translate_reference
 from dsagen.index_format import index_format
-from dsagen.runtime.emulated import EmulatedLaunch, EmulatorOptions
-from dsagen.spec import load_spec
+from dsagen.runtime.emulated import EmulatorOptions
 
 pytestmark = pytest.mark.compile
 
@@ -70,68 +65,3 @@ def test_ids_are_the_best_of_the_best_blocks(kernels: tuple[dsagen.Kernels, dsag
         assert len(found) == min(K, limit) and (limit == 0 or max(found) < limit)
         # All that there is, where it is no more than is asked for.
         assert limit > K or found == list(range(limit))
-
-
-# ---- the same in decode steps: one layer chooses blocks, the next scores what is in them
-
-STEP_SPEC = load_spec("v41_h16").replace(
-    ops=["indexer_logits", "topk", "sparse_decode"],
-    index={"heads": 32, "dim": 128, "keys": "mxfp4", "forms": ["paged", "blocks", "candidates"]},
-)
-
-
-class AllReadable(StepRun):
-    """Inputs of a step whose KV cache has every token that a table names."""
-
-    def _readable(self, kernels: Any, index: LogitsInputs, table: Tensor | None, page_size: int) -> Tensor:
-        pages = index.block_table if table is None else table
-        return torch.unique(pages.long()[..., None] * page_size + torch.arange(page_size))
-
-
-@pytest.mark.parametrize("lengths", [Lengths.EDGES, Lengths.PER_TOKEN])
-def test_layers_select_inside_of_the_blocks_that_one_has_chosen(shared_store: Path, lengths: Lengths) -> None:
-    launches: list[EmulatedLaunch] = []
-    kernels = dsagen.load(STEP_SPEC, device="emulator", emulator=EmulatorOptions(observe=launches.append, threads=1))
-    case = StepCase("chosen", 4, 2, WIDTH, K, kv_page_size=16, lengths=lengths)
-    run = AllReadable(case, lambda _: kernels, torch.device("cpu"), 3)
-    inputs, outputs = run.inputs(kernels), run.outputs(kernels)
-    first, other, (layer,) = inputs.index, run.inputs(kernels, 1).index, inputs.layers
-    options = {"k": K, "window": WINDOW, "determinism": "order", "candidate_blocks": BLOCKS}
-    plan = kernels.plan_decode_step(4, 2, WIDTH, **options)
-    shared = {"context_lens": first.context_lens, "block_table": first.block_table, "kv_block_table": inputs.kv_table}
-    given = {**layer_arguments(layer), **shared, "softmax_scale": 512**-0.55, "plan": plan}
-    record, limits = index_format("mxfp4"), limits_reference(first.context_lens, 4, 2, WIDTH).flatten()
-    assert inputs.kv_table is not None
-
-    def physical(logical: Tensor) -> Tensor:
-        rows = torch.arange(8) // 2
-        return translate_reference(logical, page_table=inputs.kv_table, page_size=16, table_of_row=rows)
-
-    def step(index: LogitsInputs, **more: Any) -> None:
-        run.poison(plan, outputs)
-        of = {
-            "index_q": index.q,
-            "index_cache": index.k_cache,
-            "weights": index.weights,
-            "index_q_scales": index.q_scales,
-        }
-        kernels.decode_step(layer.q, out=outputs[0].out.view, lse=outputs[0].lse, **given, **of, **more)
-        assert run._attention_problem(kernels.spec, layer, plan.ids, outputs[0]) == ""
-
-    step(first, candidates="choose")
-    scores, _ = logits_reference(*first.tensors, record, WIDTH, **first.named)
-    chosen, _ = topk_reference(scores.float(), K, lengths=limits)
-    assert plan.ids.view(8, K).long().equal(physical(chosen))
-    of_blocks, counts = block_scores_reference(scores.float(), limits, BLOCK)
-    blocks, _ = topk_reference(of_blocks, BLOCKS, lengths=counts)
-    assert plan.candidates is not None and plan.candidates.blocks.long().equal(blocks)
-
-    del launches[:]
-    step(other, candidates="use")
-    of = (other.q, other.k_cache, other.weights, first.context_lens, first.block_table)
-    inside = candidates_reference(*of, blocks, record, BLOCK, **other.named).float()
-    columns, found = topk_reference(inside, K, drop_neg_inf=True)
-    logical = translate_reference(columns, page_table=blocks, page_size=BLOCK)
-    assert plan.ids.view(8, K).long().equal(physical(logical)) and plan.counts.view(-1).long().equal(found)
-    assert [launch.symbol.endswith("launch_dependent") for launch in launches][:3] == [False, True, True]
-    assert "candidates" in launches[0].symbol

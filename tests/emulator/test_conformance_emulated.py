@@ -62,6 +62,10 @@ TOPK_CORE = (
 STEP_CORE = (
     r"step\.(lengths\.(edges|beyond)|contents\.normal|page\.(5|5\.kv64)|next_n\d\.per_request|k\d+|splits|layers|graph)"
 )
+STEP_CANDIDATES = (
+    r"step\.candidates\.(lengths\.(edges|beyond|per_request)|contents\.normal|page\..*|blocks(1|5|60)|k\d+|splits"
+    r"|layers)"
+)
 STEP_V41: Mapping[str, Any] = {
     "ops": ["indexer_logits", "topk", "sparse_decode"],
     "index": {"heads": 32, "dim": 128, "keys": "fp8"},
@@ -144,9 +148,11 @@ SUITES = (
         r"logits\.(contents|place)\..*",
         changes={"scores": "bf16", "index": {"heads": 16, "dim": 64, "keys": "fp8"}},
     ),
-    # The chain: one cache and two.
+    # The chain: one cache and two, keys with scales of blocks, V4.1's candidate blocks.
     Suite("step-sm_90a", "v32_decode_h16", "sm_90a", STEP_CORE),
     Suite("step-two_caches", "v41_h16", "sm_90a", r"step\.(page\.64\.kv5|splits|lengths\.empty)", changes=STEP_V41),
+    Suite("step-v4", "v4_decode_h16", "sm_90a", r"step\.(lengths\.edges|page\.5\.kv64|layers)"),
+    Suite("step-v41", "v41_decode_h16", "sm_90a", STEP_CANDIDATES),
 )
 RUNS = [pytest.param(suite, case, n % SEEDS, id=f"{suite.name}-{case.name}")
         for suite in SUITES for n, case in enumerate(suite.cases())]  # fmt: skip
@@ -186,7 +192,8 @@ def test_every_kind_of_the_quick_tier_runs() -> None:
         c
         for suite in SUITES
         if re.fullmatch(
-            r"v32-sm_90a|v4-sm_90a|topk-bf16-sm_80|(logits|index|step|ragged|candidates)-sm_90a", suite.name
+            r"v32-sm_90a|v4-sm_90a|topk-bf16-sm_80|(logits|index|step|ragged|candidates)-sm_90a|step-v41",
+            suite.name,
         )
         for c in cases_of(suite.load(), suite.arch, "quick")
     )

@@ -12,7 +12,7 @@ import torch
 import dsagen
 from dsagen.check.indexer_cases import Lengths
 from dsagen.check.run import KernelCache
-from dsagen.check.step_cases import StepCase
+from dsagen.check.step_cases import CHOSEN, StepCase
 from dsagen.check.step_run import StepRun
 from dsagen.errors import EmulatorError
 from dsagen.runtime import api
@@ -27,13 +27,19 @@ HELD = StepCase("overlap.held", 1, 2, 300, 100, lengths=Lengths.WHOLE, num_split
 SHARED = StepCase("overlap.shared", 1, 5, 40_000, 32, lengths=Lengths.EDGES)
 
 
+# V4.1's layers: one chooses blocks, one selects inside of them.
+LEVELS = load_spec("v41_decode_h16")
+CHOSEN_BLOCKS = StepCase("overlap.chosen", 1, 2, 300, lengths=Lengths.WHOLE, layers=CHOSEN, candidate_blocks=12)
+
+
 def run(case: StepCase, launches: list[EmulatedLaunch] | None = None) -> StepRun:
+    spec = LEVELS if case is CHOSEN_BLOCKS else SPEC
     observe = None if launches is None else launches.append
 
     def load(spec: Any, device: torch.device) -> Any:
         return dsagen.load(spec, device="emulator", emulator=EmulatorOptions(seed=1, threads=1, observe=observe))
 
-    found = StepRun(case, KernelCache(SPEC, torch.device("cpu"), load), torch.device("cpu"), 7)
+    found = StepRun(case, KernelCache(spec, torch.device("cpu"), load), torch.device("cpu"), 7)
     found.run()
     return found
 
@@ -61,14 +67,33 @@ def test_a_step_launches_the_forms_that_wait(case: StepCase) -> None:
     assert {launch.symbol for launch in launches} == {"dsa_" + re.sub(r"[-.]", "_", slug) for slug in found.launched}
 
 
+def test_layers_of_both_levels_launch_the_forms_that_wait() -> None:
+    launches: list[EmulatedLaunch] = []
+    found = run(CHOSEN_BLOCKS, launches)
+    names = [launch.symbol.removeprefix("dsa_").removesuffix("_launch_dependent") for launch in launches]
+    waits = [launch.symbol.endswith("launch_dependent") for launch in launches]
+    kinds = [re.match(r"(indexer_logits|topk|sparse_decode)_[a-z]+", name)[0] for name in names]  # type: ignore[index]
+    assert list(zip(kinds, waits, strict=True)) == [
+        ("indexer_logits_blocks", False),
+        ("topk_main", False),
+        ("topk_main", True),
+        ("sparse_decode_main", True),
+        ("indexer_logits_candidates", False),
+        ("topk_main", True),
+        ("sparse_decode_main", True),
+    ]
+    assert {launch.symbol for launch in launches} == {"dsa_" + re.sub(r"[-.]", "_", slug) for slug in found.launched}
+
+
 @pytest.mark.parametrize(
     ("case", "symbol", "buffer"),
     [
         (HELD, "topk_main", "scores"),
         (SHARED, "topk_count", "scores"),
         (HELD, "sparse_decode_main", "(indices|topk_length)"),
+        (CHOSEN_BLOCKS, "topk_main", "scores"),
     ],
-    ids=["topk", "shared_rows", "attention"],
+    ids=["topk", "shared_rows", "attention", "blocks"],
 )
 def test_a_kernel_that_does_not_wait_is_stopped(
     case: StepCase, symbol: str, buffer: str, monkeypatch: pytest.MonkeyPatch

@@ -8,11 +8,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from dsagen.check.indexer_cases import Contents
 from dsagen.check.place import too_large
 from dsagen.check.report import CheckReport
 from dsagen.check.run import KernelCache, cases_of, run_cases, run_check
-from dsagen.check.step_cases import StepCase, step_cases
-from dsagen.families.indexer_logits.reference import limits_reference, logits_reference
+from dsagen.check.step_cases import EVERY_KIND, Selects, StepCase, step_cases
+from dsagen.check.step_run import StepRun
+from dsagen.families.indexer_logits.reference import (
+    block_scores_reference,
+    candidates_reference,
+    limits_reference,
+    logits_reference,
+)
 from dsagen.families.sparse_decode.reference import Source, sparse_decode_reference
 from dsagen.families.topk.reference import topk_reference, translate_reference
 from dsagen.index_format import index_format
@@ -22,6 +29,8 @@ CPU = torch.device("cpu")
 OPS = ["indexer_logits", "topk", "sparse_decode"]
 SPEC = {"model": "v32", "heads": 4, "archs": ["sm_90a"], "ops": OPS, "index": {"heads": 8, "dim": 32}}
 TWO = {**SPEC, "model": "v41", "index": {"heads": 8, "dim": 32, "keys": "fp8"}}
+CHOOSING = {**TWO, "index": {**TWO["index"], "forms": ["paged", "blocks", "candidates"]}}
+BLOCK = 8
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -34,23 +43,42 @@ class ModelStep:
     def prepare(self):
         pass
 
-    def plan_decode_step(self, batch, next_n, max_seq_len, *, k, num_splits, window=None, determinism="set"):
+    def plan_decode_step(
+        self, batch, next_n, max_seq_len, *, k, num_splits, window=None, determinism="set", candidate_blocks=None
+    ):
+        rows, columns = batch * next_n, -(-max_seq_len // BLOCK)
+        slots = min(candidate_blocks or 0, columns)
+        level = SimpleNamespace(
+            block_scores=torch.zeros(rows, columns, dtype=DTYPES[self.spec.scores]),
+            block_counts=torch.zeros(rows, dtype=torch.int32),
+            blocks=torch.zeros(rows, slots, dtype=torch.int32),
+            pages=torch.zeros(rows, slots, dtype=torch.int32),
+            compact=torch.zeros(rows, slots * BLOCK, dtype=DTYPES[self.spec.scores]),
+        )
         return SimpleNamespace(
             k=k,
             scores=torch.zeros(batch * next_n, max_seq_len, dtype=DTYPES[self.spec.scores]),
             ids=torch.zeros(batch, next_n, k, dtype=torch.int32),
             counts=torch.zeros(batch, next_n, dtype=torch.int32),
+            candidates=level if candidate_blocks else None,
         )
 
-    def decode_step_slugs(self, plan):
+    def decode_step_slugs(self, plan, candidates=None):
         return ("all",)
 
-    def decode_step(self, q, k_cache, *, plan, out, lse, softmax_scale, reuse_ids=False, kv_block_table=None, **given):
+    def decode_step(
+        self, q, k_cache, *, plan, out, lse, softmax_scale, reuse_ids=False, kv_block_table=None, candidates=None,
+        **given,
+    ):  # fmt: skip
         self.calls += 1
         pool = given.get("extra_k_cache", k_cache)
         index = [given.get(name) for name in ("index_q", "index_cache", "weights", "context_lens", "block_table")]
         if not reuse_ids:
-            self.select(plan, index, kv_block_table, pool.shape[1])
+            pages = (kv_block_table, pool.shape[1])
+            if candidates == "use":
+                self.select_inside(plan, index, *pages)
+            else:
+                self.select(plan, index, *pages, candidates == "choose")
         ids = plan.ids.clone()
         if self.defect == "attends to one token less":
             ids[..., -1] = -1
@@ -71,16 +99,61 @@ class ModelStep:
             out.as_strided((1,), (1,), out.storage_offset() + out.numel()).zero_()
         return (out.clone(), lse) if self.defect == "returns another tensor" else (out, lse)
 
-    def select(self, plan, index, kv_table, page_size):
+    def choose(self, plan, index, limits, unscored, kv_table, page_size):
+        level, next_n = plan.candidates, index[0].shape[1]
+        of_blocks, counts = block_scores_reference(plan.scores.float(), limits, BLOCK)
+        if self.defect == "lets the newest block go":
+            newest = torch.arange(of_blocks.shape[1]) == counts[:, None] - 1
+            of_blocks.masked_fill_(newest, -1e30)
+        written = (torch.arange(of_blocks.shape[1]) < counts[:, None]) & (limits > unscored)[:, None]
+        level.block_scores[written] = of_blocks[written].to(plan.scores.dtype)
+        level.block_counts.copy_(counts)
+        blocks, _ = topk_reference(of_blocks, level.blocks.shape[1], lengths=counts)
+        if self.defect == "chooses the first blocks":
+            blocks = torch.arange(blocks.shape[1]).masked_fill(blocks < 0, -1)
+        if self.defect == "gives blocks in another order":
+            blocks = blocks.flip(1)
+        level.blocks.copy_(blocks)
+        table = index[4] if kv_table is None else kv_table
+        rows = torch.arange(len(limits)) // next_n
+        pages = page_size // BLOCK
+        level.pages.copy_(translate_reference(blocks, page_table=table, page_size=pages, table_of_row=rows))
+
+    def select_inside(self, plan, index, kv_table, page_size):
+        level, record = plan.candidates, index_format("fp8")
+        blocks = level.blocks.long()
+        inside = candidates_reference(*index, blocks, record, BLOCK)
+        if self.defect == "takes a key that is not seen":
+            inside = inside.masked_fill(inside == -torch.inf, -1e3)
+        if self.defect == "leaves a slot unwritten":
+            inside[:, :BLOCK] = -torch.inf
+        level.compact.copy_(inside)
+        if self.defect == "selects among all keys in later layers":
+            kept = plan.scores.clone()
+            self.select(plan, index, kv_table, page_size)
+            plan.scores.copy_(kept)
+            return
+        columns, counts = topk_reference(level.compact, plan.k, drop_neg_inf=True)
+        ids = translate_reference(columns, page_table=level.pages.long(), page_size=BLOCK)
+        if self.defect == "takes pages of blocks for blocks":
+            ids = translate_reference(columns, page_table=blocks, page_size=BLOCK)
+        plan.ids.view(-1, plan.k).copy_(ids)
+        plan.counts.view(-1).copy_(counts)
+
+    def select(self, plan, index, kv_table, page_size, chooses=False):
         k, width = plan.k, plan.scores.shape[1]
         index_q, cache, _, lens, table = index
         if self.defect == "takes one length for all tokens" and lens.dim() == 1:
             lens = lens[:, None].expand(-1, index_q.shape[1])
             index[3] = lens
         record = index_format("fp8")
-        scores, scored = logits_reference(*index, record, width, unscored_up_to=0 if self.defect == "scores all" else k)
+        most = min(k, BLOCK * plan.candidates.blocks.shape[1]) if chooses else k
+        most = 0 if self.defect == "scores all" else most
+        scores, scored = logits_reference(*index, record, width, unscored_up_to=most)
         plan.scores[scored] = scores[scored].to(plan.scores.dtype)
         lengths = limits_reference(lens, *index_q.shape[:2], width).flatten()
+        if chooses:
+            self.choose(plan, index, lengths, most, kv_table, page_size)
         known = plan.scores.clone()
         if self.defect == "selects by rounded scores":
             known = known.half().view(torch.int16).bitwise_and(-(1 << 8)).view(torch.float16)
@@ -142,6 +215,72 @@ def test_a_wrong_chain_fails(defect, name, complaint):
     assert re.search(complaint, result.problem), result.problem
 
 
+def choosing_cases(*names):
+    wanted = {f"step.candidates.{name}" for name in names}
+    found = [case for case in step_cases("quick", with_candidates=True) if case.name in wanted]
+    assert len(found) == len(wanted)
+    return found
+
+
+@pytest.mark.parametrize("scores", ["fp32", "bf16"])
+def test_a_right_chain_with_candidate_blocks_passes(scores):
+    cases = choosing_cases("lengths.edges", "contents.normal", "page.5.kv24", "blocks1", "layers")
+    results = results_of({**CHOOSING, "scores": scores}, cases)
+    assert [(r.name, r.problem) for r in results if r.status != "passed"] == []
+
+
+@pytest.mark.parametrize(
+    ("defect", "name", "complaint"),
+    [
+        ("lets the newest block go", "blocks1", "block_scores.*is not the largest"),
+        ("chooses the first blocks", "blocks5", r"candidates\.blocks"),
+        ("gives blocks in another order", "blocks5", r"candidates\.blocks"),
+        ("selects among all keys in later layers", "lengths.whole", "ids as a set"),
+        ("takes a key that is not seen", "lengths.edges", "keys that are seen in candidate blocks"),
+        ("leaves a slot unwritten", "blocks5", "keys that are seen in candidate blocks"),
+        ("takes pages of blocks for blocks", "page.64.kv8", "ids as a set"),
+        ("forgets what was selected", "layers", "layer 1"),
+        ("attends to one token less", "k1", "layer 0"),
+    ],
+)
+def test_a_wrong_chain_with_candidate_blocks_fails(defect, name, complaint):
+    (result,) = results_of(CHOOSING, choosing_cases(name), defect)
+    assert result.status == "failed"
+    assert re.search(complaint, result.problem), result.problem
+
+
+def test_a_graph_is_replayed_with_other_contents_in_every_layer():
+    """On a stand-in for a graph, which runs the step again."""
+    (case,) = choosing_cases("graph")
+    model = ModelStep(load_spec(CHOOSING))
+
+    def capture(call, device):
+        call()
+        return call
+
+    run = StepRun(case, lambda _: model, CPU, 3, capture)
+    first, other = run.inputs(model), run.inputs(model, 1)
+    assert [layer.index is None for layer in first.layers] == [False, True, False, True]
+    run.run()
+    assert model.calls == 4 * len(case.layers)
+    first.copy_from(other)
+    pairs = [(mine.index, theirs.index) for mine, theirs in zip(first.layers, other.layers, strict=True) if mine.index]
+    for mine, theirs in pairs:
+        for got, want in zip(mine.tensors, theirs.tensors, strict=True):
+            assert got.view(torch.uint8).equal(want.view(torch.uint8))
+
+
+def test_layers_whose_scores_nobody_keeps_are_no_case():
+    for wrong in (
+        {"layers": (Selects.AGAIN,)},
+        {"layers": (Selects.CHOOSE,)},
+        {"candidate_blocks": 3},
+        {"layers": (*EVERY_KIND,), "candidate_blocks": 3, "contents": Contents.NORMAL},
+    ):
+        with pytest.raises(AssertionError):
+            StepCase("", **wrong)
+
+
 def test_a_second_cache_that_is_left_out_fails():
     (case,) = (case for case in cpu_cases() if case.name == "step.page.5")
     assert results_of(TWO, [case])[0].status == "passed"
@@ -155,9 +294,14 @@ def test_specs_with_the_whole_chain_have_its_cases():
     for op in OPS:
         others = spec.only(*(other for other in OPS if other != op))
         assert not any(case.op == StepCase.op for case in cases_of(others, "sm_90a", "quick"))
-    assert {case.name for case in step_cases("quick")} < {case.name for case in step_cases("full")}
-    refused = {case.name for case in step_cases("full") if too_large(load_spec("v32_decode_h16"), case)}
-    assert refused and all(name.startswith("step.large") for name in refused)
+    for chooses, name in ((False, "v32_decode_h16"), (True, "v41_decode_h16")):
+        shipped, full = load_spec(name), step_cases("full", with_candidates=chooses)
+        names = {case.name for case in full}
+        quick = {case.name for case in step_cases("quick", with_candidates=chooses)}
+        assert quick < names <= {case.name for case in cases_of(shipped, "sm_90a", "full")}
+        assert any(name.startswith("step.candidates.") for name in quick) == chooses
+        refused = {case.name for case in full if too_large(shipped, case)}
+        assert refused and all(".large." in name for name in refused)
 
 
 def test_a_case_of_the_chain_is_evidence_for_no_kernel():
