@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -11,6 +12,7 @@ from dsagen.families.indexer_logits.op import BLOCK_KEYS
 from dsagen.runtime.driver import Driver
 from dsagen.runtime.indexer_blocks import block_columns
 from dsagen.runtime.step_plan import ALIGNMENT_BYTES, StepShape, step_workspace
+from dsagen.runtime.tensors import TensorRule, require, require_plain
 from dsagen.runtime.topk_plan import TopkPlan
 
 # What a layer does with candidate blocks: it scores all keys and chooses them, or scores those that were chosen.
@@ -24,9 +26,10 @@ class CandidateLevel:
     `block_scores` [rows, blocks] and `block_counts` int32 [rows] are what they are chosen by. `blocks` int32 [rows,
     slots] are their numbers in the order of keys, then -1; `pages` the same as pages of 8 rows of the KV cache.
     `compact` [rows, 8 x slots] are the scores of their keys. `choosing` and `inside` are top-k's plans for blocks and
-    for keys.
+    for keys; all but these lie in `memory`.
     """
 
+    memory: torch.Tensor
     slots: int
     block_scores: torch.Tensor
     block_counts: torch.Tensor
@@ -65,6 +68,7 @@ def make_level(
         for first, size, of in zip(offsets, sizes, (dtype, dtype, *[torch.int32] * 3), strict=False)
     )
     return CandidateLevel(
+        memory,
         slots,
         scores.view(rows, stride)[:, :columns],
         counts,
@@ -73,6 +77,47 @@ def make_level(
         compact.view(rows, slots * BLOCK_KEYS),
         *plans,
     )
+
+
+class StepBlocks(NamedTuple):
+    """Candidate blocks in the caller's memory, which a layer chooses or uses; `blocks` and `pages` as of a level."""
+
+    candidates: str
+    blocks: torch.Tensor
+    pages: torch.Tensor
+
+    def slots(self, rows: int) -> int:
+        """Blocks of a token; GuardError for tensors that are not those of so many tokens."""
+        slots = None
+        for name, tensor in (("blocks", self.blocks), ("pages", self.pages)):
+            require_plain(name, tensor)
+            require(TensorRule(name, ("int32",), "[batch * next_n, slots]", (rows, slots)), tensor)
+            slots = int(tensor.shape[1])
+        return int(self.blocks.shape[1])
+
+    def level_of(self, level: CandidateLevel | None) -> CandidateLevel:
+        """A plan's level with these in the place of its own; GuardError where there are fewer blocks than slots."""
+        level = require_level(level, self.candidates)
+        if level.slots != self.blocks.shape[1]:
+            raise GuardError(
+                f"[T-22] blocks: {self.blocks.shape[1]} slots, and rows of max_seq_len keys have {level.slots} blocks: "
+                "pass as many as there are at most"
+            )
+        return replace(level, blocks=self.blocks, pages=self.pages, is_chosen=True)
+
+
+def stray_candidates() -> GuardError:
+    """What a call is told that selects nothing."""
+    return GuardError("[T-22] candidates: given with reuse_ids, which selects nothing: leave either out")
+
+
+def require_chosen(level: CandidateLevel) -> None:
+    """Refuse the use of blocks that nobody chose."""
+    if not level.is_chosen:
+        raise GuardError(
+            "[T-22] candidates: none were chosen with this plan yet: an earlier layer of the step passes "
+            f"candidates={CHOOSE!r}"
+        )
 
 
 def require_level(level: CandidateLevel | None, candidates: object) -> CandidateLevel:
@@ -93,8 +138,5 @@ def require_usable(level: CandidateLevel, candidates: str, page_size: int) -> No
             f"[T-22] candidates: the KV cache has pages of {page_size} tokens, and blocks of {BLOCK_KEYS} would lie "
             f"across them: use pages of a multiple of {BLOCK_KEYS}"
         )
-    if candidates == USE and not level.is_chosen:
-        raise GuardError(
-            "[T-22] candidates: none were chosen with this plan yet: an earlier layer of the step passes "
-            f"candidates={CHOOSE!r}"
-        )
+    if candidates == USE:
+        require_chosen(level)

@@ -20,43 +20,40 @@ from dsagen.families.indexer_logits.op import (
     size_values,
 )
 from dsagen.families.indexer_logits.op import SIZE_GUARDS as LOGITS_SIZES
-from dsagen.guard import check, rename, require_bool, require_int
+from dsagen.guard import check, require_bool, require_int
 from dsagen.runtime import traced
 from dsagen.runtime.decode_ops import DecodeOps
 from dsagen.runtime.indexer import SCORE_DTYPES, index_of
 from dsagen.runtime.indexer_blocks import block_columns
-from dsagen.runtime.indexer_ops import IndexerOps
 from dsagen.runtime.plan_cache import PlanCache
-from dsagen.runtime.step_candidates import USE, CandidateLevel, make_level, require_level, require_usable
+from dsagen.runtime.step_candidates import (
+    USE,
+    CandidateLevel,
+    StepBlocks,
+    make_level,
+    require_level,
+    stray_candidates,
+)
 from dsagen.runtime.step_checks import (
     StepIndex,
-    lengths_of_tokens,
     page_size_of,
     require_results,
     require_reuse,
     require_window,
 )
 from dsagen.runtime.step_plan import DecodeStepPlan, StepShape, layout_of, step_workspace
+from dsagen.runtime.step_selection import Selected, StepSelection
 from dsagen.runtime.tensors import require_plain
 from dsagen.runtime.topk import TopkTensors, require_determinism, shape_of
-from dsagen.runtime.topk_ops import TopkOps
 
 if TYPE_CHECKING:
     from dsagen.runtime.api import Device
 
 STEP = "decode_step"
 LOGITS = "indexer_logits"
-# What a stage calls the tensors that a step has by other names.
-_STEP_NAMES = {
-    "q": "index_q",
-    "k_cache": "index_cache",
-    "q_scales": "index_q_scales",
-    "page_table": "kv_block_table",
-    "lengths": "context_lens",
-}
 
 
-class StepOps(IndexerOps, TopkOps, DecodeOps):
+class StepOps(StepSelection, DecodeOps):
     """decode_step and its plan, over the methods of its stages."""
 
     # What steps without a plan share, by sizes, choices, device and stream.
@@ -120,31 +117,25 @@ class StepOps(IndexerOps, TopkOps, DecodeOps):
             "softmax_scale": softmax_scale,
         }
         if torch.compiler.is_compiling():
-            if candidates is not None:
-                raise GuardError(
-                    "[T-19] candidates: no op of torch takes them: call decode_step outside of the graph, or the op of "
-                    "each stage"
-                )
             window = {"indices": indices, "topk_length": topk_length}
             one_cache, d_v = self.spec.extra_kv is None, self.spec.dims.d_v
             return traced.decode_step(
-                self.handle, plan, (q, k_cache), given, reuse_ids, window, one_cache, (out, lse), d_v, options
-            )
+                self.handle, plan, (q, k_cache), given, (reuse_ids, candidates), window, one_cache, (out, lse), d_v,
+                options,
+            )  # fmt: skip
         if type(plan) is not DecodeStepPlan or plan.spec is not self.spec:
             raise GuardError("[T-09] plan: was not made by these kernels: pass what their plan_decode_step returned")
         require_window(self.spec.extra_kv is not None, indices, topk_length, extra_k_cache)
         if require_bool("reuse_ids", reuse_ids):
             require_reuse(plan, given)
             if candidates is not None:
-                raise GuardError("[T-22] candidates: given with reuse_ids, which selects nothing: leave either out")
+                raise stray_candidates()
             plan.claim(self._driver.current_stream(plan._ordinal))
         else:
             page_size = page_size_of(plan, given, q, k_cache if self.spec.extra_kv is None else extra_k_cache)
             plan.claim(self._driver.current_stream(plan._ordinal))
-            if candidates is None:
-                self._select(plan, given, page_size, plan.flat_ids, plan.flat_counts)
-            else:
-                self._select_by_blocks(plan, given, page_size, candidates)
+            into = Selected(plan.flat_ids, plan.flat_counts, plan.candidates)
+            self._select(plan, given, page_size, candidates, into)
             plan.has_ids = True
         attention = plan.attention if reuse_ids else plan.following
         lists = self._lists((plan.ids, plan.counts), indices, topk_length)
@@ -159,12 +150,14 @@ class StepOps(IndexerOps, TopkOps, DecodeOps):
         window: tuple[torch.Tensor | None, torch.Tensor | None],
         chosen: tuple[int | None, str | None, bool | None],
         results: tuple[torch.Tensor, torch.Tensor] | None,
+        blocks: StepBlocks | None = None,
         **options: Any,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """As decode_step, with the plan that steps of this shape share on the current stream.
 
         `sizes` are max_seq_len and k, `window` indices and topk_length, `chosen` the plan's num_splits, determinism and
-        overlap, `results` where ids and counts go. Returns (out, lse, ids, counts).
+        overlap, `results` where ids and counts go, `blocks` candidate blocks in the caller's memory and what the layer
+        does with them. Returns (out, lse, ids, counts).
         """
         require_plain("q", q)
         if q.dim() != 4:
@@ -172,12 +165,15 @@ class StepOps(IndexerOps, TopkOps, DecodeOps):
         require_window(self.spec.extra_kv is not None, *window, options["extra_k_cache"])
         batch, next_n = (int(size) for size in q.shape[:2])
         width = None if window[0] is None else int(window[0].shape[-1])
-        plan = self._shared_step_plan((batch, next_n, *sizes), width, chosen, q.device)
+        slots = None if blocks is None else blocks.slots(batch * next_n)
+        plan = self._shared_step_plan((batch, next_n, *sizes), (width, slots), chosen, q.device)
         page_size = page_size_of(plan, given, q, k_cache if self.spec.extra_kv is None else options["extra_k_cache"])
         ids, counts = results or (torch.empty_like(plan.ids), torch.empty_like(plan.counts))
         require_results(plan, ids, counts)
         plan.claim(self._driver.current_stream(plan._ordinal))
-        self._select(plan, given, page_size, ids.view(plan.flat_ids.shape), counts.view(-1))
+        level = None if blocks is None else blocks.level_of(plan.candidates)
+        mode = None if blocks is None else blocks.candidates
+        self._select(plan, given, page_size, mode, Selected(ids.view(plan.flat_ids.shape), counts.view(-1), level))
         lists = self._lists((ids, counts), *window)
         return (*self.sparse_decode(q, k_cache, plan=plan.following, **lists, **options), ids, counts)
 
@@ -196,20 +192,21 @@ class StepOps(IndexerOps, TopkOps, DecodeOps):
     def _shared_step_plan(
         self,
         sizes: tuple[int, int, int, int],
-        window: int | None,
+        widths: tuple[int | None, int | None],
         chosen: tuple[int | None, str | None, bool | None],
         device: torch.device,
     ) -> DecodeStepPlan:
+        """`widths` are columns of the window and candidate blocks of a token."""
         batch, next_n, max_seq_len, k = sizes
-        num_splits, determinism, overlap = chosen
+        (window, candidate_blocks), (num_splits, determinism, overlap) = widths, chosen
         ordinal = self._ordinal(device)
-        key = (*sizes, window, *chosen, ordinal, self._driver.current_stream(ordinal))
+        key = (*sizes, *widths, *chosen, ordinal, self._driver.current_stream(ordinal))
         with self._lock:
             plan = self._step_plans.get(key)
             if plan is None:
                 plan = self.plan_decode_step(
                     batch, next_n, max_seq_len, k=k, window=window, num_splits=num_splits, determinism=determinism,
-                    overlap=overlap, device=ordinal,
+                    overlap=overlap, candidate_blocks=candidate_blocks, device=ordinal,
                 )  # fmt: skip
                 self._step_plans.add(key, plan)
             elif self._driver.is_capturing(ordinal):
@@ -325,102 +322,6 @@ class StepOps(IndexerOps, TopkOps, DecodeOps):
             )
         return possible if asked is None else asked
 
-    def _select(
-        self, plan: DecodeStepPlan, given: StepIndex, page_size: int, ids: torch.Tensor, counts: torch.Tensor
-    ) -> None:
-        """Scores into the plan, and what top-k makes of them into ids [rows, k] and counts [rows]."""
-        index = self._index_of(plan, given)
-        try:
-            self.indexer_logits(*index, q_scales=given.index_q_scales, unscored_up_to=plan.shape.k, out=plan.scores)
-            self._select_scored(plan, given, index[3].view(-1), page_size, ids, counts)
-        except GuardError as error:
-            raise rename(error, _STEP_NAMES) from None
-
-    def _select_by_blocks(self, plan: DecodeStepPlan, given: StepIndex, page_size: int, candidates: str) -> None:
-        """As `_select`, of a layer that chooses candidate blocks, or of one that scores those that were chosen."""
-        level = require_level(plan.candidates, candidates)
-        require_usable(level, candidates, page_size)
-        try:
-            if candidates == USE:
-                self._select_inside(plan, given, level)
-            else:
-                self._choose_blocks(plan, given, level, page_size)
-        except GuardError as error:
-            raise rename(error, _STEP_NAMES) from None
-
-    def _select_inside(self, plan: DecodeStepPlan, given: StepIndex, level: CandidateLevel) -> None:
-        index = self._index_of(plan, given)
-        self.indexer_logits_candidates(*index, level.blocks, q_scales=given.index_q_scales, out=level.compact)
-        self.topk(
-            level.compact,
-            k=plan.shape.k,
-            page_table=level.pages,
-            page_size=BLOCK_KEYS,
-            drop_neg_inf=True,
-            determinism=plan.determinism,
-            plan=level.inside,
-            out=plan.flat_ids,
-            counts=plan.flat_counts,
-        )
-
-    def _choose_blocks(self, plan: DecodeStepPlan, given: StepIndex, level: CandidateLevel, page_size: int) -> None:
-        index = self._index_of(plan, given)
-        self.indexer_logits_blocks(
-            *index,
-            q_scales=given.index_q_scales,
-            # What neither selection reads of a token is not scored.
-            unscored_up_to=min(plan.shape.k, BLOCK_KEYS * level.slots),
-            out=plan.scores,
-            block_scores=level.block_scores,
-            block_counts=level.block_counts,
-        )
-        self.topk(
-            level.block_scores,
-            k=level.slots,
-            lengths=level.block_counts,
-            page_table=_kv_table(given),
-            page_size=page_size // BLOCK_KEYS,
-            table_of_row=plan.row_tables,
-            determinism="order",
-            plan=level.choosing,
-            out=level.pages,
-            raw=level.blocks,
-        )
-        level.is_chosen = True
-        self._select_scored(plan, given, index[3].view(-1), page_size, plan.flat_ids, plan.flat_counts)
-
-    def _index_of(self, plan: DecodeStepPlan, given: StepIndex) -> tuple[Any, Any, Any, torch.Tensor, Any]:
-        """What the indexer takes: with lengths of each token where a request has several."""
-        lengths: Any = given.context_lens
-        if self._poisons:
-            plan.poison()
-        if plan.shape.next_n > 1 and isinstance(lengths, torch.Tensor) and lengths.dim() == 1:
-            lengths = lengths_of_tokens(plan, lengths)
-        return given.index_q, given.index_cache, given.weights, lengths, given.block_table
-
-    def _select_scored(
-        self,
-        plan: DecodeStepPlan,
-        given: StepIndex,
-        lengths: torch.Tensor,
-        page_size: int,
-        ids: torch.Tensor,
-        counts: torch.Tensor,
-    ) -> None:
-        """Ids [rows, k] and counts [rows] of what the plan has scores of."""
-        self.topk(
-            plan.scores,
-            k=plan.shape.k,
-            lengths=lengths,
-            page_table=_kv_table(given),
-            page_size=page_size,
-            table_of_row=plan.row_tables,
-            determinism=plan.determinism,
-            plan=plan.selection,
-            out=ids,
-            counts=counts,
-        )
-
     def _step_shape(
         self, batch: int, next_n: int, max_seq_len: int, k: int | None, window: int | None, device: Device | None
     ) -> tuple[int, StepShape, tuple[int, int]]:
@@ -486,8 +387,3 @@ class StepOps(IndexerOps, TopkOps, DecodeOps):
                 f"workspace of the step: {layout.total_bytes} B, {layout.ids} B of them scores",
             )
         )
-
-
-def _kv_table(given: StepIndex) -> torch.Tensor | None:
-    """Pages of the KV cache."""
-    return given.block_table if given.kv_block_table is None else given.kv_block_table

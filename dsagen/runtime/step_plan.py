@@ -122,7 +122,7 @@ class DecodeStepPlan:
     @property
     def workspace_bytes(self) -> int:
         """Bytes of device memory that the plan holds between steps."""
-        return self.workspace.numel()
+        return self.workspace.numel() + (0 if self.candidates is None else self.candidates.memory.numel())
 
     def poison(self) -> None:
         """Scores become NaN, ids and counts -1: all ones."""
@@ -140,6 +140,8 @@ class DecodeStepPlan:
                     "is done"
                 )
             self._driver.keep_for_stream(self._ordinal, self.workspace)
+            if self.candidates is not None:
+                self._driver.keep_for_stream(self._ordinal, self.candidates.memory)
             self._stream = stream
 
     def rebind(self) -> None:

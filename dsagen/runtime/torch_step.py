@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from dsagen.runtime.handles import find
 from dsagen.runtime.op_signatures import into, refuse_grad
+from dsagen.runtime.step_candidates import CHOOSE, USE, StepBlocks
 from dsagen.runtime.step_checks import StepIndex
 
 _STEP = (
@@ -22,10 +24,14 @@ _OPTIONS = (
     "Tensor? v_cache=None, Tensor? extra_v_cache=None, float? softmax_scale=None, int? num_splits=None, "
     "str? determinism=None, bool? overlap=None"
 )
+_WRITTEN, _BLOCKS = ("out", "lse", "ids", "counts"), ("blocks", "pages")
 _RESULTS = "Tensor(a!) out, Tensor(b!) lse, Tensor(c!) ids, Tensor(d!) counts"
 STEP_SCHEMAS = {
     "decode_step": f"({_STEP}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
     "decode_step_out": f"({_STEP}, {_RESULTS}, {_OPTIONS}) -> ()",
+    # Layers that choose candidate blocks, and layers that select inside of them.
+    "decode_step_choose_out": f"({_STEP}, {_RESULTS}, Tensor(e!) blocks, Tensor(f!) pages, {_OPTIONS}) -> ()",
+    "decode_step_use_out": f"({_STEP}, {_RESULTS}, Tensor blocks, Tensor pages, {_OPTIONS}) -> ()",
 }
 
 
@@ -59,7 +65,13 @@ def _decode_step(
     lse: Tensor | None = None,
     ids: Tensor | None = None,
     counts: Tensor | None = None,
+    blocks: Tensor | None = None,
+    pages: Tensor | None = None,
+    candidates: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    of_blocks = None
+    if candidates is not None and blocks is not None and pages is not None:
+        of_blocks = StepBlocks(candidates, blocks, pages)
     return find(kernels).decode_step_with_shared_plan(
         q,
         k_cache,
@@ -68,6 +80,7 @@ def _decode_step(
         (indices, topk_length),
         (num_splits, determinism, overlap),
         None if ids is None or counts is None else (ids, counts),
+        of_blocks,
         extra_k_cache=extra_k_cache,
         attn_sink=attn_sink,
         kpe_cache=kpe_cache,
@@ -108,5 +121,7 @@ def _fake_nothing(*values: Any, **named: Any) -> None:
 
 STEP_OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "decode_step": (_decode_step, _fake_decode_step),
-    "decode_step_out": (into(_decode_step, 10, "out", "lse", "ids", "counts"), _fake_nothing),
+    "decode_step_out": (into(_decode_step, 10, *_WRITTEN), _fake_nothing),
+    "decode_step_choose_out": (into(partial(_decode_step, candidates=CHOOSE), 10, *_WRITTEN, *_BLOCKS), _fake_nothing),
+    "decode_step_use_out": (into(partial(_decode_step, candidates=USE), 10, *_WRITTEN, *_BLOCKS), _fake_nothing),
 }

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dsagen.errors import GuardError
 from dsagen.runtime.sparse_decode import SparseDecodePlan
+from dsagen.runtime.step_candidates import USE, require_chosen, require_level, stray_candidates
 from dsagen.runtime.step_checks import StepIndex, require_reuse, require_window
 from dsagen.runtime.step_plan import DecodeStepPlan
 
@@ -53,15 +54,18 @@ def decode_step(
     plan: DecodeStepPlan,
     tensors: tuple[Tensor, Tensor],
     given: StepIndex,
-    reuse_ids: bool,
+    selects: tuple[bool, str | None],
     window: dict[str, Tensor | None],
     one_cache: bool,
     results: tuple[Tensor | None, Tensor | None],
     d_v: int,
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
-    """As Kernels.decode_step. A plan gives sizes and choices, and gets ids and counts; its workspace is not used."""
-    q, shape = tensors[0], plan.shape
+    """As Kernels.decode_step. A plan gives sizes and choices, and gets ids, counts and candidate blocks.
+
+    Its workspace is not used. `selects` are reuse_ids and candidates.
+    """
+    (reuse_ids, candidates), q, shape = selects, tensors[0], plan.shape
     if q.shape[0] != shape.batch or q.shape[1] != shape.next_n:
         raise GuardError(
             f"[T-09] plan: made for batch {shape.batch}, next_n {shape.next_n}, which q does not have: make a plan for "
@@ -76,6 +80,8 @@ def decode_step(
     num_splits = plan.attention.num_splits
     if reuse_ids:
         require_reuse(plan, given)
+        if candidates is not None:
+            raise stray_candidates()
         selected = {"indices": plan.ids, "topk_length": plan.counts}
         lists = selected if one_cache else {**window, **{f"extra_{name}": list_ for name, list_ in selected.items()}}
         indices = lists.pop("indices")
@@ -83,10 +89,18 @@ def decode_step(
         return out, lse
     index = {"index_q_scales": given.index_q_scales, "kv_block_table": given.kv_block_table}
     chosen = {"num_splits": num_splits, "determinism": plan.determinism, "overlap": plan.selection.is_dependent}
-    _OPS.decode_step_out(
+    into = {"out": out, "lse": lse, "ids": plan.ids, "counts": plan.counts}
+    op = _OPS.decode_step_out
+    if candidates is not None:
+        level = require_level(plan.candidates, candidates)
+        if candidates == USE:
+            require_chosen(level)
+        into |= {"blocks": level.blocks, "pages": level.pages}
+        op = _OPS.decode_step_use_out if candidates == USE else _OPS.decode_step_choose_out
+        level.is_chosen = True
+    op(
         *tensors, given.index_q, given.index_cache, given.weights, given.context_lens, given.block_table, handle,
-        shape.max_seq_len, shape.k, out=out, lse=lse, ids=plan.ids, counts=plan.counts,
-        **index, **window, **options, **chosen,
+        shape.max_seq_len, shape.k, **into, **index, **window, **options, **chosen,
     )  # fmt: skip
     plan.has_ids = True
     return out, lse

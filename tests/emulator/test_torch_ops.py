@@ -9,6 +9,27 @@ from typing import Any
 
 import pytest
 import torch
+from op_calls import (
+    CALLS,
+    HEADS,
+    PAGE,
+    PAGES,
+    SLOTS,
+    TOPK,
+    K,
+    chain_call,
+    fp8_keys,
+    ids,
+    lengths,
+    levels_call,
+    logits_call,
+    one_request,
+    outputs,
+    pool,
+    q,
+    ragged_call,
+    rows,
+)
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -21,7 +42,6 @@ from dsagen.runtime.torch_ops import SCHEMAS
 pytestmark = pytest.mark.compile
 
 OPS = torch.ops.dsagen
-HEADS, TOPK, PAGES, PAGE, K = 16, 40, 3, 16, 8
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +103,11 @@ def chain(store: None) -> dsagen.Kernels:
     return load("v32_decode_h16")
 
 
+@pytest.fixture(scope="module")
+def levels(store: None) -> dsagen.Kernels:
+    return load("v41_decode_h16")
+
+
 @pytest.fixture
 def all_kernels(
     decode: dsagen.Kernels,
@@ -93,179 +118,10 @@ def all_kernels(
     indexer: dsagen.Kernels,
     candidates: dsagen.Kernels,
     chain: dsagen.Kernels,
+    levels: dsagen.Kernels,
 ) -> dict[str, dsagen.Kernels]:
     found = {"decode": decode, "select": select, "caches": caches, "v41": v41, "index": index, "indexer": indexer}
-    return {**found, "candidates": candidates, "chain": chain}
-
-
-def q(batch: int = 2) -> Tensor:
-    return torch.randn(batch, 1, HEADS, 576).bfloat16()
-
-
-def pool() -> Tensor:
-    """Rows of small codes, scales of one and rotary dims of one, so that every value is finite."""
-    cache = torch.randint(0, 56, (PAGES, PAGE, 1, 656), dtype=torch.uint8)
-    cache[..., 512:528].view(torch.float32).fill_(1.0)
-    cache[..., 528:].view(torch.bfloat16).fill_(1.0)
-    return cache
-
-
-def ids(batch: int = 2) -> Tensor:
-    return torch.randint(-1, PAGES * PAGE, (batch, 1, TOPK), dtype=torch.int32)
-
-
-def outputs(batch: int = 2) -> dict[str, Tensor]:
-    out = torch.zeros(batch, 1, HEADS, 512, dtype=torch.bfloat16)
-    return {"out": out, "lse": torch.zeros(batch, 1, HEADS).transpose(1, 2)}
-
-
-def lengths(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def fp8_keys() -> Tensor:
-    """Keys of small codes and scales of one."""
-    pool = torch.randint(0, 56, (PAGES, PAGE * 132), dtype=torch.uint8)
-    pool[:, PAGE * 128 :].view(torch.float32).fill_(1.0)
-    return pool.view(PAGES, PAGE, 1, 132)
-
-
-def one_request() -> tuple[Tensor, Tensor]:
-    """A block table, and where the rows of a request of four keys begin and end."""
-    return lengths(2, 0)[None], lengths(0, 4)
-
-
-def rows(count: int, dims: int = 576) -> Tensor:
-    return torch.randn(count, dims).bfloat16()
-
-
-def fp4(*shape: int) -> Tensor:
-    return torch.randint(0, 256, shape, dtype=torch.uint8)
-
-
-def ones(*shape: int) -> Tensor:
-    """Words of scales of 1."""
-    return torch.full(shape, 0x7F7F7F7F, dtype=torch.int32)
-
-
-def index_pool() -> Tensor:
-    cache = fp4(PAGES, PAGE, 1, 68)
-    cache.view(PAGES, -1)[:, PAGE * 64 :] = 127
-    return cache
-
-
-def logits_call(batch: int = 2) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-    """Keys in pages: rows of 41 columns, which lie apart."""
-    table = torch.arange(batch * PAGES, dtype=torch.int32).view(batch, PAGES) % PAGES
-    tensors = (fp4(batch, 1, 64, 64), index_pool(), torch.randn(batch, 64), lengths(*range(40, 40 - batch, -1)), table)
-    return tensors, {"q_scales": ones(batch, 1, 64), "max_seq_len": 41, "fill_neg_inf": True}
-
-
-def ragged_call(tokens: int = 2) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-    first, last = lengths(*range(tokens)), lengths(*range(30, 30 + tokens))
-    tensors = (fp4(tokens, 64, 64), fp4(37, 64), ones(37), torch.randn(tokens, 64), first, last)
-    return tensors, {"q_scales": ones(tokens, 64), "fill_neg_inf": True}
-
-
-def candidates_call() -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-    (_, pool_of_keys, _, seen, table), _ = logits_call()
-    blocks = torch.tensor([[1, -1, 0], [3, 0, -1]], dtype=torch.int32)
-    tensors = (fp4(2, 1, 32, 64), pool_of_keys, torch.randn(2, 32), seen, table, blocks)
-    return tensors, {"q_scales": ones(2, 1, 32)}
-
-
-def blocks_call() -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-    (_, *others, _), options = candidates_call()
-    return (fp4(2, 1, 32, 64), *others), {**options, "max_seq_len": 41, "fill_neg_inf": True}
-
-
-def chain_call() -> dict[str, Tensor]:
-    """Two tokens of one request, of which the last one sees all keys."""
-    return {
-        "q": torch.randn(1, 2, HEADS, 576).bfloat16(),
-        "k_cache": pool(),
-        "index_q": torch.randint(0, 56, (1, 2, 64, 128), dtype=torch.uint8),
-        "index_cache": fp8_keys(),
-        "weights": torch.randn(2, 64),
-        "context_lens": lengths(5, PAGES * PAGE)[None],
-        "block_table": lengths(2, 0, 1)[None],
-    }
-
-
-def chain_results() -> dict[str, Tensor]:
-    out, lse = torch.zeros(1, 2, HEADS, 512, dtype=torch.bfloat16), torch.zeros(1, 2, HEADS).transpose(1, 2)
-    return {"out": out, "lse": lse, "ids": lengths(*range(2 * K)).view(1, 2, K), "counts": lengths(0, 0)[None]}
-
-
-def with_handle(
-    made: tuple[tuple[Tensor, ...], dict[str, Any]], handle: str, **more: Any
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    tensors, options = made
-    return (*tensors, handle), {**options, **more}
-
-
-# Op: (kernels, arguments of a call).
-CALLS: dict[str, tuple[str, Callable[[str], tuple[tuple[Any, ...], dict[str, Any]]]]] = {
-    "sparse_decode": ("decode", lambda h: ((q(), pool(), ids(), h), {"topk_length": lengths(40, 7)})),
-    "sparse_decode_out": (
-        "decode",
-        lambda h: ((q(), pool(), ids(), h, *outputs().values(), None, torch.zeros(HEADS), 0.1, 1), {}),
-    ),
-    "topk": ("select", lambda h: ((torch.randn(2, 50), h, K), {"lengths": lengths(50, 3)})),
-    "topk_out": (
-        "select",
-        lambda h: (
-            (torch.randn(2, 50), h, K),
-            {"out": torch.zeros(2, K, dtype=torch.int32), "counts": lengths(0, 0), "raw": None},
-        ),
-    ),
-    "indexer_logits": ("indexer", lambda h: with_handle(logits_call(), h)),
-    "indexer_logits_out": ("indexer", lambda h: with_handle(logits_call(), h, out=torch.zeros(2, 41))),
-    "indexer_logits_blocks": ("candidates", lambda h: with_handle(blocks_call(), h)),
-    "indexer_logits_blocks_out": (
-        "candidates",
-        lambda h: with_handle(
-            blocks_call(), h, out=torch.zeros(2, 41), block_scores=torch.zeros(2, 6), block_counts=lengths(0, 0)
-        ),
-    ),
-    "indexer_logits_ragged": ("indexer", lambda h: with_handle(ragged_call(), h)),
-    "indexer_logits_ragged_out": (
-        "indexer",
-        lambda h: with_handle(ragged_call(), h, out=torch.zeros(2, 32), max_window=32),
-    ),
-    "indexer_logits_candidates": ("candidates", lambda h: with_handle(candidates_call(), h)),
-    "indexer_logits_candidates_out": (
-        "candidates",
-        lambda h: with_handle(candidates_call(), h, out=torch.zeros(2, 48), block_size=16),
-    ),
-    "decode_step": (
-        "chain",
-        lambda h: ((*chain_call().values(), h, PAGES * PAGE, K), {"determinism": "order", "overlap": False}),
-    ),
-    "decode_step_out": (
-        "chain",
-        lambda h: ((*chain_call().values(), h, PAGES * PAGE, K, *chain_results().values()), {"determinism": "order"}),
-    ),
-    "kv_write": ("caches", lambda h: ((rows(3), pool(), lengths(5, -1, 40), h), {})),
-    "kv_read": ("caches", lambda h: ((pool(), h), {"slots": lengths(5, -1, 40)})),
-    "kv_read_out": ("caches", lambda h: ((pool(), h), {"slots": lengths(1, 2), "out": rows(2)})),
-    "kv_convert": (
-        "v41",
-        lambda h: (
-            (torch.randint(0, 99, (2, 4, 1, 528)).byte(), torch.zeros(3, 4, 1, 528, dtype=torch.uint8), h),
-            {"source_slots": lengths(0, 7), "target_slots": lengths(3, 11)},
-        ),
-    ),
-    "index_write": ("index", lambda h: ((rows(3, 128), fp8_keys(), lengths(5, -1), h), {})),
-    "index_gather": ("index", lambda h: ((fp8_keys(), h, *one_request(), 5), {"token_starts": lengths(3)})),
-    "index_gather_out": (
-        "index",
-        lambda h: (
-            (fp8_keys(), h, *one_request(), 5),
-            {"codes": torch.zeros(5, 128, dtype=torch.uint8), "scales": torch.zeros(5)},
-        ),
-    ),
-}
+    return {**found, "candidates": candidates, "chain": chain, "levels": levels}
 
 
 @pytest.mark.parametrize("op", SCHEMAS)
@@ -376,6 +232,32 @@ def test_layers_that_share_a_selection_compile_as_one_graph(backend: str, chain:
     chain.decode_step(other, given["k_cache"], plan=plan, reuse_ids=True)
     with pytest.raises(Exception, match="made for batch 1, next_n 2, which q does not have"):
         compiled(plan, given["q"][:, :1], given["k_cache"], other, index)
+
+
+def test_layers_of_both_levels_compile_as_one_graph(levels: dsagen.Kernels) -> None:
+    """V4.1: one layer chooses blocks, one attends to what it selected, one selects inside of the blocks."""
+    torch._dynamo.reset()
+    options: dict[str, Any] = {"k": K, "window": TOPK, "determinism": "order", "candidate_blocks": SLOTS}
+    plan, eager = (levels.plan_decode_step(1, 2, PAGES * PAGE, **options) for _ in range(2))
+    given = levels_call()
+    caches = {name: given.pop(name) for name in ("q", "k_cache", "extra_k_cache", "indices")}
+
+    def run(plan: Any, caches: dict[str, Tensor], first: dict[str, Tensor], other: dict[str, Tensor]) -> Any:
+        choosing, _ = levels.decode_step(**caches, plan=plan, candidates="choose", **first)
+        again, _ = levels.decode_step(**caches, plan=plan, reuse_ids=True)
+        using, lse = levels.decode_step(**caches, plan=plan, candidates="use", **other)
+        return choosing * 2, again, using, lse
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for sign in (1, -1):
+        first = {**given, "weights": given["weights"] * sign}
+        other = {**given, "weights": given["weights"].flip(1) * sign}
+        want = run(eager, caches, first, other)
+        for mine, theirs in zip(compiled(plan, caches, first, other), want, strict=True):
+            assert mine.equal(theirs)
+        assert plan.ids.equal(eager.ids) and plan.counts.equal(eager.counts)
+        assert plan.candidates.blocks.equal(eager.candidates.blocks) and plan.candidates.is_chosen
+        assert plan.candidates.pages.equal(eager.candidates.pages) and not want[0].equal(want[2] * 2)
 
 
 def test_a_compiled_call_takes_the_plans_splits_and_given_outputs(all_kernels: dict[str, dsagen.Kernels]) -> None:

@@ -109,9 +109,88 @@ def test_what_does_not_fit_is_named():
             without.plan_decode_step(BATCH, NEXT_N, WIDTH, candidate_blocks=SLOTS)
 
 
-def test_graphs_of_torch_refuse_them(monkeypatch):
+def test_a_plan_counts_and_keeps_the_memory_of_its_blocks():
+    driver, kernels = make()
+    plain = kernels.plan_decode_step(BATCH, NEXT_N, WIDTH, k=K)
+    plan = kernels.plan_decode_step(BATCH, NEXT_N, WIDTH, k=K, candidate_blocks=SLOTS)
+    level = plan.candidates
+    assert plan.workspace_bytes == plain.workspace_bytes + level.memory.numel()
+    parts = (level.block_scores, level.block_counts, level.blocks, level.pages, level.compact)
+    first, last = level.memory.data_ptr(), level.memory.data_ptr() + level.memory.numel()
+    assert all(first <= part.data_ptr() <= last - part.element_size() * part.numel() for part in parts)
+    kept = []
+    driver.keep_for_stream = lambda ordinal, tensor: kept.append(tensor.data_ptr())
+    step(kernels, plan, candidates="choose")
+    assert {plan.workspace.data_ptr(), level.memory.data_ptr()} <= set(kept)
+
+
+# ---- what tracers see: ops whose candidate blocks lie in the caller's memory
+
+
+def op_arguments(kernels, slots=SLOTS, **changes):
+    rows = {"blocks": torch.zeros(ROWS, slots, dtype=torch.int32), "pages": torch.zeros(ROWS, slots, dtype=torch.int32)}
+    given = {
+        "q": torch.zeros(BATCH, NEXT_N, 16, 576).bfloat16(),
+        "k_cache": torch.zeros(PAGES, PAGE, 1, 656, dtype=torch.uint8),
+        "index_q": torch.zeros(BATCH, NEXT_N, 24, 128, dtype=torch.uint8),
+        "index_cache": torch.zeros(PAGES, PAGE, 1, 132, dtype=torch.uint8),
+        "weights": torch.zeros(ROWS, 24),
+        "context_lens": torch.zeros(BATCH, NEXT_N, dtype=torch.int32),
+        "block_table": torch.zeros(BATCH, 13, dtype=torch.int32),
+        "kernels": kernels.handle,
+        "max_seq_len": WIDTH,
+        "k": K,
+        "out": torch.zeros(BATCH, NEXT_N, 16, 512).bfloat16(),
+        "lse": torch.zeros(BATCH, NEXT_N, 16).transpose(1, 2),
+        "ids": torch.zeros(BATCH, NEXT_N, K, dtype=torch.int32),
+        "counts": torch.zeros(BATCH, NEXT_N, dtype=torch.int32),
+    }
+    return {**given, **rows, **changes}
+
+
+def test_ops_launch_what_steps_do_with_blocks_of_the_caller():
+    driver, kernels = make()
+    given = op_arguments(kernels)
+    torch.ops.dsagen.decode_step_choose_out(**given)
+    (scored, _), (_, choice), (_, topk), *_ = blocks(kernels, driver)
+    assert (scored.kernel, choice["out"], choice["raw"], choice["k"]) == (
+        "blocks", given["pages"].data_ptr(), given["blocks"].data_ptr(), SLOTS
+    )  # fmt: skip
+    assert topk["out"] == given["ids"].data_ptr()
+    del driver.launches[:]
+    torch.ops.dsagen.decode_step_use_out(**given)
+    (scored, logits), (_, topk), *_ = blocks(kernels, driver)
+    assert (scored.kernel, logits["candidates"]) == ("candidates", given["blocks"].data_ptr())
+    assert (topk["page_table"], topk["out"]) == (given["pages"].data_ptr(), given["ids"].data_ptr())
+
+
+@pytest.mark.parametrize("op", ["decode_step_choose_out", "decode_step_use_out"])
+def test_ops_refuse_blocks_that_do_not_fit(op):
+    _, kernels = make()
+    for changes, text in (
+        ({"pages": torch.zeros(ROWS, SLOTS - 1, dtype=torch.int32)}, r"\[T-06\] pages: shape \(6, 4\)"),
+        ({"blocks": torch.zeros(ROWS, SLOTS)}, r"\[T-04\] blocks: dtype float32"),
+        ({"blocks": torch.zeros(SLOTS, dtype=torch.int32)}, r"\[T-05\] blocks: "),
+        ({"slots": 14}, r"\[T-22\] blocks: 14 slots, and rows of max_seq_len keys have 13 blocks"),
+        ({"blocks": torch.zeros(1, SLOTS, dtype=torch.int32)}, r"\[T-06\] blocks: shape \(1, 5\)"),
+    ):
+        with pytest.raises(GuardError, match=f"^{text}"):
+            getattr(torch.ops.dsagen, op)(**op_arguments(kernels, **changes))
+
+
+def test_traced_layers_use_what_was_chosen_alone(monkeypatch):
     _, kernels = make()
     plan = kernels.plan_decode_step(BATCH, NEXT_N, WIDTH, k=K, candidate_blocks=SLOTS)
+    plain = kernels.plan_decode_step(BATCH, NEXT_N, WIDTH, k=K)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    with pytest.raises(GuardError, match=r"^\[T-19\] candidates: no op of torch takes them"):
-        step(kernels, plan, candidates="choose")
+    for wrong, which, text in (
+        ("use", plan, "none were chosen with this plan yet"),
+        ("all", plan, "expected 'choose' or 'use'"),
+        ("choose", plain, "the plan has none"),
+    ):
+        with pytest.raises(GuardError, match=rf"^\[T-22\] candidates: {text}"):
+            step(kernels, which, candidates=wrong)
+    plan.has_ids = True
+    nothing = dict.fromkeys(("index_q", "index_cache", "weights", "context_lens", "block_table"))
+    with pytest.raises(GuardError, match=r"^\[T-22\] candidates: given with reuse_ids"):
+        step(kernels, plan, candidates="use", reuse_ids=True, **nothing)
