@@ -40,6 +40,11 @@ class CandidateLevel:
     inside: TopkPlan
     is_chosen: bool = False
 
+    def poison(self, chooses: bool) -> None:
+        """What a layer is about to write becomes all ones, as that of the step's plan does: NaN, and -1."""
+        written = self.memory if chooses else self.compact.view(torch.uint8)
+        written.fill_(255)
+
     def rebind(self) -> None:
         """As that of the step's plan."""
         self.choosing.rebind()

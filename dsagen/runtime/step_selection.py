@@ -63,6 +63,8 @@ class StepSelection(IndexerOps, TopkOps):
     def _select_inside(self, plan: DecodeStepPlan, given: StepIndex, into: Selected) -> None:
         level = into.level
         assert level is not None, "a layer uses what another one has chosen"
+        if self._poisons:
+            level.poison(chooses=False)
         index = self._index_of(plan, given)
         self.indexer_logits_candidates(*index, level.blocks, q_scales=given.index_q_scales, out=level.compact)
         self.topk(
@@ -80,6 +82,8 @@ class StepSelection(IndexerOps, TopkOps):
     def _choose_blocks(self, plan: DecodeStepPlan, given: StepIndex, page_size: int, into: Selected) -> None:
         level = into.level
         assert level is not None, "blocks are chosen for a plan that has room for them"
+        if self._poisons:
+            level.poison(chooses=True)
         index = self._index_of(plan, given)
         self.indexer_logits_blocks(
             *index,

@@ -124,6 +124,20 @@ def test_a_plan_counts_and_keeps_the_memory_of_its_blocks():
     assert {plan.workspace.data_ptr(), level.memory.data_ptr()} <= set(kept)
 
 
+def test_what_layers_write_of_blocks_is_poisoned_on_request(monkeypatch):
+    monkeypatch.setenv("DSAGEN_POISON_WORKSPACE", "1")
+    _, kernels = make()
+    plan = kernels.plan_decode_step(BATCH, NEXT_N, WIDTH, k=K, candidate_blocks=SLOTS)
+    level = plan.candidates
+    level.memory.zero_()
+    step(kernels, plan, candidates="choose")
+    assert level.block_scores.isnan().all() and level.compact.isnan().all()
+    assert all(part.eq(-1).all() for part in (level.blocks, level.pages, level.block_counts))
+    level.memory.zero_()
+    step(kernels, plan, candidates="use")
+    assert level.compact.isnan().all() and not level.blocks.any() and not level.pages.any()
+
+
 # ---- what tracers see: ops whose candidate blocks lie in the caller's memory
 
 
