@@ -14,6 +14,7 @@ from torch import Tensor
 from dsagen.bench.data import KvPool, distinct_ids, make_pool
 from dsagen.bench.logits_data import IndexDraw
 from dsagen.errors import SpecError
+from dsagen.families.indexer_logits.op import BLOCK_KEYS
 from dsagen.index_format import index_format
 from dsagen.kv_format import kv_format
 from dsagen.spec import DeploymentSpec
@@ -21,6 +22,8 @@ from dsagen.spec import DeploymentSpec
 # Requests of the case list, each with so many keys; and tokens of a page of both caches.
 REQUESTS = (1, 16, 128)
 CONTEXT, PAGE_SIZE, SELECTED = 128 << 10, 64, 2048
+# Blocks of 8 keys that a layer of V4.1 chooses, and what layers do with them.
+CANDIDATE_BLOCKS, CHOOSE, USE = 2048, "choose", "use"
 # Tokens of a request's window, and of the cache that windows are in.
 WINDOW, WINDOW_TOKENS = 128, 1 << 20
 # Index keys drawn at once: 270 MB of codes.
@@ -35,7 +38,8 @@ class StepBenchCase:
     """One step: `next_n` tokens of each of `requests`, that see `context` keys each and attend to `selected` of them.
 
     These lie in rows of `kv_format`; with a `window`, so many rows of `window_format` are attended to as well.
-    `page_size` is that of all caches. Raises SpecError for a shape that cannot be drawn.
+    `page_size` is that of all caches. With `candidate_blocks` the layer `selects` inside of so many blocks of each
+    token ("use"), or chooses them besides ("choose"). Raises SpecError for a shape that cannot be drawn.
     """
 
     kv_format: str
@@ -51,6 +55,8 @@ class StepBenchCase:
     page_size: int = PAGE_SIZE
     window: int = 0
     window_format: str | None = None
+    selects: str | None = None
+    candidate_blocks: int = 0
 
     def __post_init__(self) -> None:
         for name in ("requests", "next_n", "context", "selected", "page_size"):
@@ -68,8 +74,14 @@ class StepBenchCase:
 
     @property
     def key_bytes(self) -> int:
-        """Bytes of the index keys of one step, each read once a request."""
-        return self.requests * self.context * index_format(self.index_keys).record_bytes(self.index_dim)
+        """Bytes of the index keys of one step, each read once a request, in candidate blocks once a token."""
+        readers = self.rows if self.selects == USE else self.requests
+        return readers * self.scored * index_format(self.index_keys).record_bytes(self.index_dim)
+
+    @property
+    def scored(self) -> int:
+        """Keys that each token has scores of."""
+        return min(BLOCK_KEYS * self.candidate_blocks, self.context) if self.selects == USE else self.context
 
     @property
     def read_bytes(self) -> int:
@@ -85,7 +97,7 @@ class StepBenchCase:
     @property
     def score_flops(self) -> int:
         """Floating-point operations of scores, two for each multiply-add of codes."""
-        return 2 * self.rows * self.context * self.index_heads * self.index_dim
+        return 2 * self.rows * self.scored * self.index_heads * self.index_dim
 
     @property
     def attention_flops(self) -> int:
@@ -133,12 +145,16 @@ class StepBenchInputs:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step leaves: scores [tokens, columns], ids int32 [requests, next_n, selected], attention's out and lse."""
+    """What a step leaves: scores [tokens, columns], ids int32 [requests, next_n, selected], attention's out and lse.
+
+    `blocks` are candidate blocks [tokens, slots], of whose keys the scores are where a layer uses them.
+    """
 
     scores: Tensor
     ids: Tensor
     out: Tensor
     lse: Tensor | None
+    blocks: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -151,7 +167,10 @@ class StepPools:
 
 
 def step_cases(spec: DeploymentSpec) -> list[StepBenchCase]:
-    """A step at each number of requests. SpecError for caches of several tensors or KV heads: none is drawn."""
+    """A step at each number of requests, of each kind of layer that the spec's index has kernels for.
+
+    SpecError for caches of several tensors or KV heads: none is drawn.
+    """
     records = [record for record in (spec.kv_format, spec.extra_kv_format) if record is not None]
     if spec.kv_heads > 1 or any(len(record.tensors) > 1 for record in records):
         raise SpecError(
@@ -166,7 +185,11 @@ def step_cases(spec: DeploymentSpec) -> list[StepBenchCase]:
     )  # fmt: skip
     if spec.extra_kv is not None:
         case = replace(case, window=min(WINDOW, spec.topk), window_format=spec.kv.format_id)
-    return [replace(case, requests=requests) for requests in REQUESTS]
+    kinds = [case]
+    if {"blocks", "candidates"} <= set(index.forms):
+        blocks = min(CANDIDATE_BLOCKS, CONTEXT // BLOCK_KEYS)
+        kinds += [replace(case, selects=selects, candidate_blocks=blocks) for selects in (CHOOSE, USE)]
+    return [replace(kind, requests=requests) for requests in REQUESTS for kind in kinds]
 
 
 def make_pools(

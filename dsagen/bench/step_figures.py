@@ -37,6 +37,7 @@ class StepFigures(CallFigures):
         "next_n",
         "context",
         "k",
+        "blocks",
         "GPU us",
         "spread",
         "apart us",
@@ -52,7 +53,8 @@ class StepFigures(CallFigures):
         """The case in words."""
         case = self.case
         tokens = f" x {case.next_n} tokens" if case.next_n > 1 else ""
-        return f"step of {case.requests} requests{tokens}, {case.context} keys, k {case.selected}"
+        blocks = f", {case.selects} {case.candidate_blocks} blocks" if case.selects else ""
+        return f"step of {case.requests} requests{tokens}, {case.context} keys, k {case.selected}{blocks}"
 
     @property
     def goal_us(self) -> float | None:
@@ -76,6 +78,7 @@ class StepFigures(CallFigures):
             str(case.next_n),
             str(case.context),
             str(case.selected),
+            case.selects or "",
             f"{self.gpu_us:.1f}",
             f"{self.spread:.1%}",
             f"{self.apart_us:.1f}",

@@ -14,7 +14,16 @@ import dsagen
 from dsagen.arch import arch_for_capability
 from dsagen.bench.figures import CaseKey, PeerFigure, case_key, figures_of
 from dsagen.bench.run import PEER_GATES
-from dsagen.bench.step_data import StepBenchCase, StepBenchInputs, StepResult, make_pools, step_cases, step_inputs
+from dsagen.bench.step_data import (
+    CHOOSE,
+    USE,
+    StepBenchCase,
+    StepBenchInputs,
+    StepResult,
+    make_pools,
+    step_cases,
+    step_inputs,
+)
 from dsagen.bench.step_figures import StepFigures, step_floor_us
 from dsagen.bench.step_peers import STEP_PEERS, StepPeer
 from dsagen.bench.step_verify import Promise, step_problem
@@ -22,6 +31,7 @@ from dsagen.bench.timing import Call, eager_cost_us, graph_time_us, input_sets_f
 from dsagen.check.scores_run import has_short_sums
 from dsagen.check.step_run import score_error
 from dsagen.errors import CheckFailed
+from dsagen.families.indexer_logits.op import BLOCK_KEYS
 from dsagen.matrix import expand
 from dsagen.spec import DeploymentSpec
 
@@ -69,33 +79,28 @@ def measure_step(kernels: Any, case: StepBenchCase, inputs: Sequence[StepBenchIn
     """Verify the step of the first input set, then time all. CheckFailed for a wrong one."""
     properties = torch.cuda.get_device_properties(kernels.device)
     arch = arch_for_capability(properties.major, properties.minor)
-    # A plan belongs to one stream: one for the graphs', one for the current stream.
-    graph_plan, eager_plan = (
-        kernels.plan_decode_step(case.requests, case.next_n, case.context, k=case.selected, **_window(case))
-        for _ in range(2)
-    )
-    eager = step_calls(kernels, case, eager_plan, inputs)
-    out, lse = eager[0]()
-    result = StepResult(eager_plan.scores, eager_plan.ids, out, lse)
+    # A plan belongs to one stream: some for the graphs', some for the current stream.
+    graph_plans, eager_plans = (plans_of(kernels, case, inputs) for _ in range(2))
+    eager = step_calls(kernels, case, eager_plans, inputs)
+    result = result_of(case, eager_plans[0], eager[0]())
     problem = step_problem(kernels.spec, case, inputs[0], result, our_promise(kernels.spec, arch.name))
     if problem:
         raise CheckFailed(f"{kernels.spec.name}: {case}: {problem}; it was not timed")
-    timing = graph_time_us(step_calls(kernels, case, graph_plan, inputs))
+    timing = graph_time_us(step_calls(kernels, case, graph_plans, inputs))
     # By itself a stage has no predecessor that it could overlap but its own last run.
-    apart = kernels.plan_decode_step(
-        case.requests, case.next_n, case.context, k=case.selected, overlap=False, **_window(case)
-    )
+    apart = plans_of(kernels, case, inputs, overlap=False)
     apart_us = graph_time_us(step_calls(kernels, case, apart, inputs)).median_us
     stage_us = []
     for calls in stage_calls(kernels, case, apart, inputs):
-        apart.rebind()  # each graph is captured on a stream of its own; all of the last one has ended
+        for plan in apart:
+            plan.rebind()  # each graph is captured on a stream of its own; all of the last one has ended
         stage_us.append(graph_time_us(calls).median_us)
     indexer, selection, attention = stage_us
     issue_us, wall_us = eager_cost_us(eager)
     ceilings = figures_of(properties.name, arch)
     return StepFigures(
         spec=kernels.spec.name,
-        slugs=kernels.decode_step_slugs(graph_plan),
+        slugs=kernels.decode_step_slugs(graph_plans[0], case.selects),
         device=properties.name,
         arch=arch.name,
         case=case,
@@ -110,41 +115,92 @@ def measure_step(kernels: Any, case: StepBenchCase, inputs: Sequence[StepBenchIn
     )
 
 
-def step_calls(kernels: Any, case: StepBenchCase, plan: Any, inputs: Sequence[StepBenchInputs]) -> list[Call]:
+def plans_of(kernels: Any, case: StepBenchCase, inputs: Sequence[StepBenchInputs], **options: Any) -> list[Any]:
+    """Plans for input sets: the same for all, but where blocks are used one for each, in which they are chosen."""
+    if case.candidate_blocks:
+        options["candidate_blocks"] = case.candidate_blocks
+    sizes, k = (case.requests, case.next_n, case.context), case.selected
+    if case.selects != USE:
+        return [kernels.plan_decode_step(*sizes, k=k, **_window(case), **options)] * len(inputs)
+    plans = [kernels.plan_decode_step(*sizes, k=k, **_window(case), **options) for _ in inputs]
+    for call in step_calls(kernels, replace(case, selects=CHOOSE), plans, inputs):
+        call()
+    if kernels.device.type == "cuda":
+        torch.cuda.synchronize(kernels.device)
+    for plan in plans:
+        plan.rebind()
+    return plans
+
+
+def result_of(case: StepBenchCase, plan: Any, returned: tuple[Tensor, Tensor]) -> StepResult:
+    """What a step with a plan has left and returned."""
+    scores = plan.candidates.compact if case.selects == USE else plan.scores
+    return StepResult(scores, plan.ids, *returned, plan.candidates.blocks if case.selects else None)
+
+
+def step_calls(
+    kernels: Any, case: StepBenchCase, plans: Sequence[Any], inputs: Sequence[StepBenchInputs]
+) -> list[Call]:
     """A step for each input set, with outputs of its own."""
     calls: list[Call] = []
-    for item in inputs:
-        options = {"plan": plan, **item.indexer, **_outputs(case, item, kernels.spec)}
+    for item, plan in zip(inputs, plans, strict=True):
+        options = {"plan": plan, "candidates": case.selects, **item.indexer, **_outputs(case, item, kernels.spec)}
         calls.append(partial(kernels.decode_step, item.q, **item.caches, **options))
     return calls
 
 
 def stage_calls(
-    kernels: Any, case: StepBenchCase, plan: Any, inputs: Sequence[StepBenchInputs]
+    kernels: Any, case: StepBenchCase, plans: Sequence[Any], inputs: Sequence[StepBenchInputs]
 ) -> tuple[list[Call], list[Call], list[Call]]:
-    """The stages by themselves, over what the plan's last step has left."""
+    """The stages by themselves, over what the plans' last steps have left."""
     scored: list[Call] = []
     selected: list[Call] = []
     attended: list[Call] = []
-    for item in inputs:
-        scored.append(
-            partial(
-                kernels.indexer_logits, item.index_q, item.index_cache, item.weights, item.context_lens,
-                item.block_table, q_scales=item.index_q_scales, unscored_up_to=case.selected, out=plan.scores,
-            )
+    for item, plan in zip(inputs, plans, strict=True):
+        given = (item.index_q, item.index_cache, item.weights, item.context_lens, item.block_table)
+        into: dict[str, Any] = {"out": plan.flat_ids, "counts": plan.flat_counts, "determinism": plan.determinism}
+        of_keys = partial(
+            kernels.topk, plan.scores, k=case.selected, lengths=item.context_lens.view(-1),
+            page_table=item.block_table, page_size=case.page_size, table_of_row=plan.row_tables,
+            plan=plan.selection, **into,
         )  # fmt: skip
-        selected.append(
-            partial(
-                kernels.topk, plan.scores, k=case.selected, lengths=item.context_lens.view(-1),
-                page_table=item.block_table, page_size=case.page_size, table_of_row=plan.row_tables,
-                determinism=plan.determinism, plan=plan.selection, out=plan.flat_ids, counts=plan.flat_counts,
-            )
-        )  # fmt: skip
+        level, scales = plan.candidates, {"q_scales": item.index_q_scales}
+        if case.selects == USE:
+            scored.append(partial(kernels.indexer_logits_candidates, *given, level.blocks, out=level.compact, **scales))
+            selected.append(
+                partial(
+                    kernels.topk, level.compact, k=case.selected, page_table=level.pages, page_size=BLOCK_KEYS,
+                    drop_neg_inf=True, plan=level.inside, **into,
+                )
+            )  # fmt: skip
+        elif case.selects == CHOOSE:
+            unscored = min(case.selected, BLOCK_KEYS * level.slots)
+            scored.append(
+                partial(
+                    kernels.indexer_logits_blocks, *given, unscored_up_to=unscored, out=plan.scores,
+                    block_scores=level.block_scores, block_counts=level.block_counts, **scales,
+                )
+            )  # fmt: skip
+            of_blocks = partial(
+                kernels.topk, level.block_scores, k=level.slots, lengths=level.block_counts,
+                page_table=item.block_table, page_size=case.page_size // BLOCK_KEYS, table_of_row=plan.row_tables,
+                determinism="order", plan=level.choosing, out=level.pages, raw=level.blocks,
+            )  # fmt: skip
+            selected.append(partial(_one_after_another, of_blocks, of_keys))
+        else:
+            options = {"unscored_up_to": case.selected, "out": plan.scores, **scales}
+            scored.append(partial(kernels.indexer_logits, *given, **options))
+            selected.append(of_keys)
         outputs = _outputs(case, item, kernels.spec)
         attended.append(
             partial(kernels.decode_step, item.q, **item.caches, plan=plan, reuse_ids=True, **outputs),
         )
     return scored, selected, attended
+
+
+def _one_after_another(*calls: Call) -> None:
+    for call in calls:
+        call()
 
 
 def our_promise(spec: DeploymentSpec, arch: str) -> Promise:

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsagen.bench.step_data import StepBenchCase, StepBenchInputs, StepResult
+from dsagen.bench.step_data import CHOOSE, USE, StepBenchCase, StepBenchInputs, StepResult
 from dsagen.bench.topk_data import TopkBenchCase
 from dsagen.bench.topk_verify import selection_problem
 from dsagen.check.compare import Gates, compare_decode
-from dsagen.families.indexer_logits.reference import logits_reference
+from dsagen.families.indexer_logits.op import BLOCK_KEYS
+from dsagen.families.indexer_logits.reference import block_scores_reference, candidates_reference, logits_reference
 from dsagen.families.sparse_decode.reference import Source, sparse_decode_reference
 from dsagen.families.topk.reference import topk_reference, translate_reference
 from dsagen.index_format import index_format
@@ -43,7 +44,8 @@ def step_problem(
 ) -> str:
     """What is wrong with what a step left; empty when nothing is."""
     return (
-        _scores_problem(case, item, result.scores, promise.score_error)
+        _scores_problem(case, item, result, promise.score_error)
+        or _blocks_problem(case, item, result)
         or _selection_problem(case, item, result, promise.lower_index_first)
         or _attention_problem(spec, case, item, result, promise)
     )
@@ -53,19 +55,33 @@ def _requests(case: StepBenchCase) -> int:
     return min(max(1, CHECKED_ROWS // case.next_n), case.requests)
 
 
-def _scores_problem(case: StepBenchCase, item: StepBenchInputs, scores: Tensor, of_largest: float) -> str:
+def _scores_problem(case: StepBenchCase, item: StepBenchInputs, result: StepResult, of_largest: float) -> str:
     count = _requests(case)
     rows = slice(0, count * case.next_n)
-    want, _ = logits_reference(
-        item.index_q[:count], item.index_cache, item.weights[rows], item.context_lens[:count],
-        item.block_table[:count], index_format(case.index_keys), case.context,
-        q_scales=None if item.index_q_scales is None else item.index_q_scales[:count],
-    )  # fmt: skip
-    error = (scores[rows, : case.context].double() - want).abs().amax(1)
+    lens, table = item.context_lens[:count], item.block_table[:count]
+    given = item.index_q[:count], item.index_cache, item.weights[rows], lens, table
+    record, scales = index_format(case.index_keys), None if item.index_q_scales is None else item.index_q_scales[:count]
+    if case.selects == USE:
+        assert result.blocks is not None, "scores are of keys in blocks"
+        want = candidates_reference(*given, result.blocks[rows].long(), record, BLOCK_KEYS, q_scales=scales)
+    else:
+        want, _ = logits_reference(*given, record, case.context, q_scales=scales)
+    error = (result.scores[rows, : want.shape[1]].double() - want).abs().amax(1)
     # A NaN is no error that exceeds anything, and still wrong.
     if bool((~(error <= want.abs().amax(1) * of_largest)).any()):
         return f"scores are off by up to {float(error.max()):.3g}"
     return ""
+
+
+def _blocks_problem(case: StepBenchCase, item: StepBenchInputs, result: StepResult) -> str:
+    """Of a layer that chooses: whether blocks are the best by the scores of all keys."""
+    if case.selects != CHOOSE:
+        return ""
+    assert result.blocks is not None, "blocks were chosen"
+    seen = item.context_lens.view(-1).long()
+    of_blocks, counts = block_scores_reference(result.scores[:, : case.context].float(), seen, BLOCK_KEYS)
+    want, _ = topk_reference(of_blocks, result.blocks.shape[1], lengths=counts)
+    return "" if torch.equal(result.blocks.long(), want) else "candidate blocks are not the best ones"
 
 
 def _selection_problem(case: StepBenchCase, item: StepBenchInputs, result: StepResult, lower_index_first: bool) -> str:
@@ -73,7 +89,12 @@ def _selection_problem(case: StepBenchCase, item: StepBenchInputs, result: StepR
     if not lower_index_first:
         shape = TopkBenchCase(case.scores, case.rows, case.context, case.selected, "off", case.page_size)
         return selection_problem(shape, result.scores[:, : case.context], _columns_of(ids, table, case.page_size))
-    chosen, _ = topk_reference(result.scores, case.selected, lengths=item.context_lens.view(-1))
+    if case.selects == USE:
+        assert result.blocks is not None, "keys are selected in blocks"
+        columns, _ = topk_reference(result.scores, case.selected, drop_neg_inf=True)
+        chosen = translate_reference(columns, page_table=result.blocks.long(), page_size=BLOCK_KEYS)
+    else:
+        chosen, _ = topk_reference(result.scores, case.selected, lengths=item.context_lens.view(-1))
     want = translate_reference(chosen, page_table=table, page_size=case.page_size)
     same = torch.equal(ids.long().sort(1).values, want.sort(1).values)
     return "" if same else "what was selected is not the top-k of the scores"

@@ -246,7 +246,8 @@ def _case_name(case: Mapping[str, Any]) -> str:
     if "cache_rows" in parts:
         return f"{parts.get('action')} of {parts['cache_rows']} rows, {parts.get('format_id')}"
     if "requests" in parts:
-        return f"step of {parts['requests']} x {parts.get('next_n')}, {parts.get('context')} keys"
+        blocks = f", {parts['selects']} blocks" if "selects" in parts else ""
+        return f"step of {parts['requests']} x {parts.get('next_n')}, {parts.get('context')} keys{blocks}"
     if "rows" in parts:
         return f"{parts['rows']} x {parts.get('width')}, k {parts.get('k')}, {parts.get('mode')}"
     return f"batch {parts.get('batch')}" + (f" x {parts['s_q']}" if parts.get("s_q", 1) != 1 else "")

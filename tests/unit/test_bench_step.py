@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import textwrap
 from dataclasses import replace
@@ -16,7 +17,7 @@ from dsagen.arch import H200
 from dsagen.bench import logits_run, run, step_run, sweep, topk_run
 from dsagen.bench.axes import SweepAxes
 from dsagen.bench.figures import PeerFigure
-from dsagen.bench.step_data import StepBenchCase, StepResult, make_pools, step_cases, step_inputs
+from dsagen.bench.step_data import CHOOSE, USE, StepBenchCase, StepResult, make_pools, step_cases, step_inputs
 from dsagen.bench.step_figures import GOALS_US, STAGES, StepFigures, step_floor_us
 from dsagen.bench.timing import Timing, input_sets_for
 from dsagen.cli.page import _case_name
@@ -29,6 +30,7 @@ SPEC = load_spec("v32_decode_h16")
 V41 = load_spec(
     {"model": "v41", "heads": 16, "archs": ["sm_90a"], "ops": list(SPEC.ops), "index": {"heads": 8, "keys": "mxfp4"}}
 )
+LEVELS = V41.replace(index={"heads": 8, "keys": "mxfp4", "forms": ["paged", "blocks", "candidates"]})
 CASE = StepBenchCase("v32", 16, 64, 128, "fp8", "fp32", 16, 1, 131072, 2048)
 FIGURES = StepFigures(
     "v32_decode_h16",
@@ -165,7 +167,7 @@ def test_a_step_is_verified_and_timed_with_its_stages(kernels, monkeypatch):
         (lambda _: plan.ids.copy_(plan.ids.flip(0)), "what was selected is not the top-k"),
         (lambda out: out.mul_(1.1), "elements off"),
     ):
-        out, lse = step_run.step_calls(kernels, SMALL, plan, inputs)[0]()
+        out, lse = step_run.step_calls(kernels, SMALL, [plan] * 2, inputs)[0]()
         result = StepResult(plan.scores, plan.ids, out, lse)
         assert step_run.step_problem(kernels.spec, SMALL, inputs[0], result, promise) == ""
         spoil(out)
@@ -183,13 +185,57 @@ def test_a_step_over_two_caches_and_keys_of_blocks_is_verified(shared_store, sha
     monkeypatch.setattr("dsagen.bench.step_data.WINDOW_TOKENS", 64)
     (item,) = step_inputs(case, make_pools(case, 2, device="cpu"), 1)
     plan = kernels.plan_decode_step(2, 1, 96, k=40, window=20)
-    out, lse = step_run.step_calls(kernels, case, plan, [item])[0]()
+    out, lse = step_run.step_calls(kernels, case, [plan], [item])[0]()
     promise = step_run.our_promise(V41, "sm_90a")
     assert step_run.step_problem(V41, case, item, StepResult(plan.scores, plan.ids, out, lse), promise) == ""
-    for stage in step_run.stage_calls(kernels, case, plan, [item]):
+    for stage in step_run.stage_calls(kernels, case, [plan], [item]):
         stage[0]()
     wrong = StepResult(plan.scores, plan.ids, out.mul(1.1), lse)
     assert "elements off" in step_run.step_problem(V41, case, item, wrong, promise)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("selects", [CHOOSE, USE])
+def test_layers_with_candidate_blocks_are_verified_and_timed(selects, shared_store, shared_machine, monkeypatch):
+    monkeypatch.setenv("DSAGEN_CACHE_DIR", str(shared_store))
+    monkeypatch.setattr("dsagen.bench.step_data.WINDOW_TOKENS", 64)
+    properties = SimpleNamespace(name="NVIDIA H200", major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    (full,) = (case for case in step_cases(LEVELS) if (case.requests, case.selects) == (1, selects))
+    case = replace(full, requests=2, context=192, selected=24, page_size=16, window=20, candidate_blocks=5)
+    kernels = dsagen.load(LEVELS, device="emulator", emulator=EmulatorOptions(races=False))
+    inputs = step_inputs(case, make_pools(case, 3, device="cpu"), 2)
+    seen: list[int] = []
+    monkeypatch.setattr(step_run, "graph_time_us", timed(seen))
+    monkeypatch.setattr(step_run, "eager_cost_us", lambda calls: (3.0, 4.0))
+    found = step_run.measure_step(kernels, case, inputs)
+    assert seen == [2] * 5 and {CHOOSE: "blocks", USE: "candidates"}[selects] == found.slugs[0].split("-")[1]
+    assert found.title.endswith(f"k 24, {selects} 5 blocks")
+    assert _case_name(found.to_json()) == f"step of 2 x 1, 192 keys, {selects} blocks"
+    plans = step_run.plans_of(kernels, case, inputs)
+    assert (plans[0] is plans[1]) == (selects == CHOOSE)
+    result = step_run.result_of(case, plans[0], step_run.step_calls(kernels, case, plans, inputs)[0]())
+    promise = step_run.our_promise(LEVELS, "sm_90a")
+    assert step_run.step_problem(LEVELS, case, inputs[0], result, promise) == ""
+    spoilt = {
+        "scores are off": replace(result, scores=result.scores + 1000),
+        "not the top-k of the scores": replace(result, ids=result.ids.flip(0)),
+        "elements off": replace(result, out=result.out * 1.1),
+    }
+    text = {CHOOSE: "blocks are not the best", USE: "scores are off"}[selects]
+    spoilt[f".*{text}"] = replace(result, blocks=result.blocks.flip(0))
+    for text, wrong in spoilt.items():
+        assert re.search(text, step_run.step_problem(LEVELS, case, inputs[0], wrong, promise))
+
+
+def test_cases_are_those_of_each_kind_of_layer():
+    cases = step_cases(LEVELS)
+    assert [case.selects for case in cases] == [None, CHOOSE, USE] * 3 and len(step_cases(V41)) == 3
+    every, choose, use = cases[-3:]
+    assert every.read_bytes == choose.read_bytes == 128 * (131072 * 68 + 512 * 288 + 128 * 528)
+    assert use.read_bytes == 128 * (2048 * 8 * 68 + 512 * 288 + 128 * 528) and use.score_flops * 8 == every.score_flops
+    assert (choose.to_json()["selects"], use.to_json()["candidate_blocks"]) == (CHOOSE, 2048)
+    assert "selects" not in every.to_json()
 
 
 # ---- the sweep
