@@ -12,6 +12,7 @@ import torch
 
 from dsagen import knobs
 from dsagen.errors import DeviceError
+from dsagen.runtime.blocks import ArgumentBlock
 from dsagen.runtime.native import open_launcher
 
 # CUDA 12.8, the first driver generation (570) whose loader takes what the build makes.
@@ -128,11 +129,10 @@ class Driver(Protocol):
     def allocate(self, ordinal: int, size_bytes: int, zero: bool) -> torch.Tensor:
         """uint8 memory for the current stream that lies outside of every pool and mode of torch that is active."""
 
-    def make_launch(self, ordinal: int, kernel: Any, config: LaunchConfig, params: int) -> Callable[[Operands], None]:
-        """A prepared launch, to be called with a call's operands.
-
-        `params` is the address of the array of parameter pointers, which must stay alive.
-        """
+    def make_launch(
+        self, ordinal: int, kernel: Any, config: LaunchConfig, block: ArgumentBlock
+    ) -> Callable[[Operands], None]:
+        """A prepared launch of what `block` holds by then, called with a call's operands. It keeps the block."""
 
     def launcher(self) -> Any:
         """The launcher in C on this driver, or None: then launches are made by `make_launch`."""
@@ -295,7 +295,9 @@ class CudaDriver:
         torch.cuda.current_stream(ordinal).wait_event(ready)
         return result
 
-    def make_launch(self, ordinal: int, kernel: Any, config: LaunchConfig, params: int) -> Callable[[Operands], None]:
+    def make_launch(
+        self, ordinal: int, kernel: Any, config: LaunchConfig, block: ArgumentBlock
+    ) -> Callable[[Operands], None]:
         """A prepared cuLaunchKernelEx."""
         launch = self._cuda.CUlaunchConfig()
         launch.gridDimX, launch.gridDimY, launch.gridDimZ = config.grid, 1, 1
@@ -304,9 +306,10 @@ class CudaDriver:
         launch.hStream = config.stream
         launch.attrs = self._launch_attributes(config)
         launch.numAttrs = len(launch.attrs)
-        function, call = kernel.function, self._cuda.cuLaunchKernelEx
+        function, call, params = kernel.function, self._cuda.cuLaunchKernelEx, block.pointers_address
 
-        def run(_: Operands) -> None:
+        # The default keeps the memory that the address leads to for as long as somebody may launch.
+        def run(_: Operands, _kept: ArgumentBlock = block) -> None:
             with self._current(ordinal):
                 (result,) = call(launch, function, params, 0)
             _check(self._cuda, "cuLaunchKernelEx", result)

@@ -21,6 +21,7 @@ from dsagen.emulator.library import load_library
 from dsagen.errors import DeviceError, EmulatorLimitError, GuardError
 from dsagen.guard import require_bool, require_int
 from dsagen.plan import KernelPlan
+from dsagen.runtime.blocks import ArgumentBlock
 from dsagen.runtime.driver import (
     DeviceFacts,
     DriverError,
@@ -198,7 +199,7 @@ class EmulatorDriver:
         return make(size_bytes, dtype=torch.uint8)
 
     def make_launch(
-        self, ordinal: int, kernel: _Kernel, config: LaunchConfig, params: int
+        self, ordinal: int, kernel: _Kernel, config: LaunchConfig, block: ArgumentBlock
     ) -> Callable[[Operands], None]:
         """A prepared launch; EmulatorLimitError when the grid is larger than DSAGEN_EMULATOR_MOST_CTAS."""
 
@@ -208,11 +209,11 @@ class EmulatorDriver:
                     f"[T-18] grid: {kernel.symbol} would run {config.grid} CTAs, the emulator's limit is "
                     f"{self._most_ctas}: pass a smaller batch, or raise {knobs.EMULATOR_MOST_CTAS.name} and wait longer"
                 )
-            address = ctypes.c_void_p.from_address(params).value
+            address = ctypes.c_void_p.from_address(block.pointers_address).value
             assert address is not None
-            block = bytearray(ctypes.string_at(address, kernel.found.param_bytes))
+            arguments = bytearray(ctypes.string_at(address, kernel.found.param_bytes))
             hidden = self._written if config.overlaps_previous else ()
-            memory, written = bind_memory(block, config.pointers, operands, hidden)
+            memory, written = bind_memory(arguments, config.pointers, operands, hidden)
             # Set first, since a launch that fails half way has written as well.
             self._written = written
             counts = emulator.launch(
@@ -220,7 +221,7 @@ class EmulatorDriver:
                 kernel.symbol,
                 config.grid,
                 config.threads,
-                bytes(block),
+                bytes(arguments),
                 config.smem_bytes,
                 memory,
                 seed=self.seed,

@@ -69,7 +69,7 @@ class KernelLaunch:
         self._driver, self._op, self._kernel = driver, op, kernel
         self._block, self._debug_sync = block, debug_sync
         self._config = launch_config(step, stream)
-        self.prepared = driver.make_launch(kernel.ordinal, kernel.handle, self._config, block.pointers_address)
+        self.prepared = driver.make_launch(kernel.ordinal, kernel.handle, self._config, block)
 
     def __call__(self, values: Mapping[str, Number], operands: Operands) -> None:
         """Write the arguments and launch; DeviceError names op, kernel and arguments when the driver refuses.
@@ -128,7 +128,10 @@ class OpLaunches:
         return len(self._launches) if self._calls is None else len(self._calls)
 
     def prepared(self) -> list[Callable[[Operands], None]]:
-        """What the driver has been made ready to launch, for measuring it alone; none with a launcher in C."""
+        """What the driver has been made ready to launch, for measuring it alone; none with a launcher in C.
+
+        They keep their arguments, and none of the memory that these lead to.
+        """
         return [launch.prepared for launch in self._launches.values()]
 
     def hold_stream(self, stream: int | None) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from dsagen.runtime.blocks import ArgumentBlock
 from dsagen.runtime.driver import DeviceFacts, DriverError, KernelAttributes, LaunchConfig, Operands, cuda_home
 
 # As many registers as plans for this device reckon with.
@@ -97,11 +98,11 @@ class FakeDriver:
         make = torch.zeros if zero else torch.empty
         return make(size_bytes, dtype=torch.uint8)
 
-    def make_launch(self, ordinal: int, kernel: str, config: LaunchConfig, params: int):
+    def make_launch(self, ordinal: int, kernel: str, config: LaunchConfig, block: ArgumentBlock):
         def run(operands: Operands) -> None:
             if self.launch_error:
                 raise DriverError("cuLaunchKernelEx", self.launch_error, "refused")
-            address = ctypes.c_void_p.from_address(params).value
+            address = ctypes.c_void_p.from_address(block.pointers_address).value
             self.launches.append(Record(kernel, config, ctypes.string_at(address, self.block_bytes[kernel])))
 
         return run

@@ -13,7 +13,7 @@ typedef struct {
   struct {
     int id;
     char pad[4];
-    union { char bytes[64]; int flag; } value;
+    union { char bytes[64]; int words[16]; } value;
   }* attributes;
   unsigned attribute_count;
 } LaunchConfig;
@@ -74,6 +74,7 @@ int cuStreamIsCapturing(void* stream, int* status) {
   *status = stream == (void*)0x77;
   return stream ? 0 : result("cuStreamIsCapturing");
 }
+// As CUDA 12.3 and newer have it; before, there were no edges.
 int cuStreamGetCaptureInfo(void* stream, int* status, uint64_t* id, void** graph, void** nodes, void** edges, size_t* count) {
   *status = stream == (void*)0x77;
   if (id) *id = 41;
@@ -83,12 +84,18 @@ int cuStreamGetCaptureInfo(void* stream, int* status, uint64_t* id, void** graph
   if (count) *count = 0;
   return stream ? 0 : result("cuStreamIsCapturing");
 }
+int cuStreamGetCaptureInfo_v2(void* stream, int* status, uint64_t* id, void** graph, void** nodes, size_t* count) {
+  return cuStreamGetCaptureInfo(stream, status, id, graph, nodes, NULL, count);
+}
 int cuStreamSynchronize(void* stream) { SAY("sync %p current %p", stream, current); return result("cuStreamSynchronize"); }
 int cuLaunchKernelEx(const LaunchConfig* c, void* function, void** params, void** extra) {
   SAY("launch %p grid %u %u %u block %u %u %u smem %u stream %p attributes %u extra %p current %p", function, c->grid[0],
       c->grid[1], c->grid[2], c->block[0], c->block[1], c->block[2], c->smem_bytes, c->stream, c->attribute_count,
       (void*)extra, current);
-  for (unsigned i = 0; i < c->attribute_count; ++i) SAY("attribute %d = %d", c->attributes[i].id, c->attributes[i].value.flag);
+  for (unsigned i = 0; i < c->attribute_count; ++i) {
+    const int* words = c->attributes[i].value.words;
+    SAY("attribute %d = %d %d %d", c->attributes[i].id, words[0], words[1], words[2]);
+  }
   SAY("params %.11s", (const char*)params[0]);
   return result("cuLaunchKernelEx");
 }
@@ -96,7 +103,8 @@ int cuGetErrorName(int error, const char** text) { (void)error; *text = "NAME"; 
 int cuGetErrorString(int error, const char** text) { (void)error; *text = "stub text"; return 0; }
 
 int cuGetProcAddress_v2(const char* symbol, void** function, int version, uint64_t flags, int* status) {
-  (void)version, (void)flags;
+  (void)flags;
+  if (!strcmp(symbol, "cuStreamGetCaptureInfo") && version < 12030) symbol = "cuStreamGetCaptureInfo_v2";
   static void* self;
   Dl_info info;
   if (!self && dladdr((void*)cuInit, &info)) self = dlopen(info.dli_fname, RTLD_NOW | RTLD_NOLOAD);

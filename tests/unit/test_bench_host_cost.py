@@ -36,6 +36,17 @@ def test_each_call_makes_the_launches_that_it_says(spec):
     assert driver.loads == loads, "something was loaded after prepare()"
 
 
+def test_the_floor_is_the_launch_of_a_plan_that_is_gone():
+    driver, kernels = make("v32_h16")
+    *_, (_, name, _, floor) = host_calls(kernels)
+    launched = driver.launches[-1]
+    # Whoever has memory that was let go of writes to it.
+    littered = [bytearray(b"\xff" * size) for size in range(8, 1024, 8) for _ in range(20)]
+    floor()
+    assert littered and name.startswith("floor")
+    assert driver.launches[-1] == launched and driver.launches[-1] is not launched
+
+
 @pytest.mark.skipif(COMPILER is None, reason="needs a C compiler")
 def test_costs_of_both_launchers_stand_in_one_row():
     costs = []

@@ -29,12 +29,12 @@ driver.prefer_shared_memory(1, kernel)
 LAUNCH = r"""
 driver = CudaDriver()
 kernel = driver.load_kernel(1, b"\x7fELF....", "dsa_kernel")
-block = ctypes.create_string_buffer(b"hello block")
-params = (ctypes.c_void_p * 1)(ctypes.addressof(block))
 out("go")
 for overlaps in (False, True):
-    config = LaunchConfig(2147483647, 256, 199424, 0x77, overlaps)
-    launch = driver.make_launch(1, kernel, config, ctypes.addressof(params))
+    config, block = LaunchConfig(2147483647, 256, 199424, 0x77, overlaps), Block()
+    launch, kept = driver.make_launch(1, kernel, config, block), weakref.ref(block)
+    del block
+    assert kept() is not None, "whoever launches has no arguments"
     try:
         launch(())
     except DriverError as error:
@@ -43,8 +43,6 @@ for overlaps in (False, True):
 BOTH_WAYS = r"""
 driver = CudaDriver()
 kernel = driver.load_kernel(1, b"\x7fELF....", "dsa_kernel")
-block = ctypes.create_string_buffer(b"hello block")
-params = (ctypes.c_void_p * 1)(ctypes.addressof(block))
 function, context = driver.handles(1, kernel)
 
 def fail(code, *_):
@@ -56,7 +54,7 @@ for overlaps in (False, True):
         config = LaunchConfig(8, 256, 199424, 0x77, overlaps, cluster=cluster, cooperative=cooperative)
         row = (function, 8, 256, 199424, overlaps, cluster, cooperative, b"hello block", ())
         for way in (
-            lambda: driver.make_launch(1, kernel, config, ctypes.addressof(params))(()),
+            lambda: driver.make_launch(1, kernel, config, Block())(()),
             lambda: calls.launch(0x77, context, (row,), ()),
         ):
             out("way")
@@ -112,7 +110,7 @@ SCENARIOS = {
 
 # torch's CUDA half is absent on the machines that run this, so its three entry points are played.
 PROGRAM = """
-import ctypes, json, os, sys, torch
+import ctypes, json, os, sys, torch, weakref
 torch.version.cuda = "13.0"
 torch.cuda.init = lambda: None
 torch._C._cuda_getCurrentRawStream = {0: 0, 1: 0x77}.__getitem__
@@ -123,6 +121,14 @@ from dsagen.runtime.driver import NO_BINARY, CudaDriver, DeviceFacts, DriverErro
 
 def out(*values):
     print("#", *values, flush=True)
+
+class Block:
+    "Of ArgumentBlock what a launch reads."
+
+    def __init__(self):
+        self.memory = ctypes.create_string_buffer(b"hello block")
+        self.pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.memory))
+        self.pointers_address = ctypes.addressof(self.pointers)
 
 for name, (code, environment) in json.loads(sys.argv[1]).items():
     print("==", name, flush=True)
@@ -183,7 +189,7 @@ def test_launches_reach_the_driver_as_configured(lines_of):
     sizes = "grid 2147483647 1 1 block 256 1 1 smem 199424"
     launched = f"launch 0x5001 {sizes} stream 0x77 attributes {{}} extra (nil) current 0x1001"
     plain = ["push 0x1001", launched.format(0), "params hello block", "pop 0x1001"]
-    overlapping = ["push 0x1001", launched.format(1), "attribute 6 = 1", "params hello block", "pop 0x1001"]
+    overlapping = ["push 0x1001", launched.format(1), "attribute 6 = 1 0 0", "params hello block", "pop 0x1001"]
     assert lines[lines.index("# go") + 1 :] == plain + overlapping
 
 
@@ -197,7 +203,8 @@ def test_the_launcher_in_c_calls_the_driver_as_cuda_python_does(lines_of, scenar
         assert ("ILLEGAL_ADDRESS" in by_c) == (scenario == "both ways fail")
     counts = [re.search(r"attributes (\d)", way)[1] for way in ways[::2]]
     assert counts == ["0", "1", "1", "1", "2", "2"]
-    assert ["attribute 2 = 1" in way for way in ways[::2]] == [False, False, True] * 2
+    assert ["attribute 2 = 1 0 0" in way for way in ways[::2]] == [False, False, True] * 2
+    assert ["attribute 4 = 2 1 1" in way for way in ways[::2]] == [False, True, False] * 2
 
 
 def test_a_failing_launch_leaves_no_context_behind(lines_of):

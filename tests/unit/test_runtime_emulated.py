@@ -189,7 +189,7 @@ def test_the_code_of_an_entry_is_read_verified(tmp_path):
 
 
 def test_a_grid_beyond_the_limit_is_refused(driver):
-    run = driver.make_launch(0, SimpleNamespace(symbol="the_kernel"), LaunchConfig(4097, 32, 0, 0, False), 0)
+    run = driver.make_launch(0, SimpleNamespace(symbol="the_kernel"), LaunchConfig(4097, 32, 0, 0, False), None)
     with pytest.raises(EmulatorLimitError) as raised:
         run(())
     assert str(raised.value) == (
