@@ -19,18 +19,25 @@ typedef struct {
 
 Record stub_records[kMostRecords];
 int stub_count, stub_fail, stub_pushes, stub_delay_us, stub_stream_fails, stub_capturing, stream_error;
-void *stub_stream, *stub_context;
+void* stub_stream;
+// Of each thread, as the driver has it.
+__thread void* stub_context;
+
+static int next_of(int* counter) { return __atomic_fetch_add(counter, 1, __ATOMIC_SEQ_CST); }
 
 CUresult cuCtxGetCurrent(void** context) { *context = stub_context; return 0; }
-CUresult cuCtxPushCurrent_v2(void* context) { stub_context = context; stub_pushes += 1; return 0; }
+CUresult cuCtxPushCurrent_v2(void* context) { stub_context = context; next_of(&stub_pushes); return 0; }
 CUresult cuCtxPopCurrent_v2(void** context) { *context = stub_context; stub_context = NULL; return 0; }
 
 CUresult cuStreamIsCapturing(void* stream, int* status) { *status = stub_capturing || stream == (void*)0x77; return stream_error; }
 
 CUresult cuLaunchKernelEx(const LaunchConfig* config, void* function, void** params, void** extra) {
   if (stub_fail != 0) return stub_fail;
-  if (stub_count == kMostRecords || extra != NULL) return 1;
-  Record* record = &stub_records[stub_count++];
+  if (extra != NULL) return 1;
+  // Launches of different plans come from several threads at once.
+  int place = next_of(&stub_count);
+  if (place >= kMostRecords) return 1;
+  Record* record = &stub_records[place];
   record->function = function;
   record->stream = config->stream;
   record->context = stub_context;
