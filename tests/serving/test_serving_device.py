@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from engine import HEADS, TOPK, Engine, run
+from repeating import answers_of, require_repeated
 
 import dsagen
 from dsagen.bench.host_cost import GOALS_US, OP_GOAL_US, goal_rows, host_calls, measure_host_costs
@@ -16,7 +17,6 @@ from dsagen.cli.table import aligned
 from dsagen.errors import FrozenError, GuardError
 from dsagen.runtime.api import Kernels
 from dsagen.runtime.driver import CudaDriver
-from dsagen.runtime.sparse_decode import DecodeTensors
 from dsagen.spec import DeploymentSpec, load_spec
 
 pytestmark = pytest.mark.gpu
@@ -76,12 +76,12 @@ def test_both_launchers_give_the_same_bits() -> None:
         same(got, want)
 
 
-def test_torch_exchanges_tensors_here(kernels: Kernels) -> None:
+def test_the_launcher_in_c_repeats_known_calls_of_device_tensors(kernels: Kernels) -> None:
     assert kernels._driver._launcher.exchange, kernels._driver._launcher.problem
-    q, cache, ids = decode_inputs()
-    plan = kernels.plan_sparse_decode(BATCH, 1, TOPK)
-    out, lse = kernels.sparse_decode(q, cache, ids, plan=plan)
-    assert plan.repeat(*DecodeTensors(q, cache, ids, out=out, lse=lse), None) is True
+    answers = answers_of(kernels, *decode_inputs())
+    require_repeated(answers)
+    same(answers.known, answers.checked)
+    same(answers.given, answers.checked)
 
 
 def test_a_graph_replays_with_changed_contents(kernels: Kernels) -> None:
