@@ -185,7 +185,7 @@ class Kernels(CacheOps, IndexCacheOps, StepOps):
         self._default = self._driver.current_device() if device is None else self._ordinal(device)
         self._loader.fetch(self._on(self._default).plans)
         # What the ops of torch know these kernels by; see torch_ops.
-        self.handle = register(self, self._archs, type(self._driver).__name__)
+        self.handle = register(self, self._archs, type(self._driver).__name__, torch_ops.SCHEMAS)
         torch_ops.ENTRANCES.serve(self, self.handle, self.device.type.upper(), self._op_tables())
 
     def _op_tables(self) -> dict[str, Any]:
@@ -197,7 +197,7 @@ class Kernels(CacheOps, IndexCacheOps, StepOps):
         tables = {op: None if self._checks_values else of_op.table for op, of_op in launches.items()}
         found = (self._topk_launches.table, self._topk_routes.table)
         tables[TOPK_OP] = None if self._checks_values else tuple(table for table in found if table is not None) or None
-        return {**tables, OP: self._decode_routes.table}
+        return {**tables, **dict.fromkeys((OP, f"{OP}_caches"), self._decode_routes.table)}
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise DsagenError(

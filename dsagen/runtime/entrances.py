@@ -55,9 +55,11 @@ class OpCall:
 
 
 _CHOSEN = "page_table stands for candidate_blocks"
+_DECODE_CALL = OpCall(DECODE_FORM, {"softmax_scale": None, "num_splits": None})
 # By op, of which the out variants are calls as well.
 OP_CALLS: Mapping[str, OpCall] = {
-    "sparse_decode": OpCall(DECODE_FORM, {"softmax_scale": None, "num_splits": None}),
+    "sparse_decode": _DECODE_CALL,
+    "sparse_decode_caches": _DECODE_CALL,
     "topk": OpCall(
         TOPK_FORM,
         {"k": None, "page_size": None, "drop_neg_inf": False, "determinism": "set", _CHOSEN: False},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import threading
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 from weakref import ref
 
@@ -18,13 +19,15 @@ _LOADED: dict[str, ref[Kernels]] = {}
 _LOCK = threading.Lock()
 
 
-def register(kernels: Kernels, archs: tuple[str, ...], driver: str) -> str:
-    """A name for kernels that have just been loaded.
+def register(kernels: Kernels, archs: tuple[str, ...], driver: str, schemas: Mapping[str, str]) -> str:
+    """A name for kernels that have just been loaded. `schemas` are those of torch's ops, by name.
 
     It follows from the spec, so that code that was compiled in one process and kept means the same in the next: only
-    kernels of the same spec that are loaded at the same time are numbered.
+    kernels of the same spec that are loaded at the same time are numbered. It follows from the ops as well: what a
+    compiler has kept for ops that took other arguments is not found again.
     """
-    text = "\0".join((kernels.spec.to_json(), *archs, driver))
+    ops = (name + schema for name, schema in sorted(schemas.items()))
+    text = "\0".join((kernels.spec.to_json(), *archs, driver, *ops))
     stem = f"{kernels.spec.name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     with _LOCK:
         name = next(name for number in itertools.count() if _living(name := f"{stem}#{number}") is None)
@@ -43,7 +46,8 @@ def find(name: str) -> Kernels:
     if not same:
         raise GuardError(
             f"[T-19] kernels: none that are loaded have the handle {name!r}: load the spec with dsagen.load in this "
-            "process, keep what it returns, and pass its `handle`"
+            "process, keep what it returns, and pass its `handle`; a program that was exported with another dsagen or "
+            "spec has to be exported anew"
         )
     return same[0]
 

@@ -22,18 +22,12 @@ from dsagen.runtime.indexer import empty_scores, index_of, require_width
 from dsagen.runtime.indexer_blocks import block_columns
 from dsagen.runtime.kv_cache import cache_of
 from dsagen.runtime.op_signatures import by_name, into, parameters, refuse_grad
-from dsagen.runtime.sparse_decode import DecodeTensors
+from dsagen.runtime.torch_decode import DECODE_OPS, DECODE_SCHEMAS
 from dsagen.runtime.torch_step import STEP_OPS, STEP_SCHEMAS
 
 NAMESPACE = "dsagen"
 _LIBRARY: Any = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
 
-_DECODE = "Tensor q, Tensor k_cache, Tensor indices, str kernels"
-_DECODE_OPTIONS = (
-    "Tensor? topk_length=None, Tensor? attn_sink=None, float? softmax_scale=None, int? num_splits=None, "
-    "Tensor? extra_k_cache=None, Tensor? extra_indices=None, Tensor? extra_topk_length=None, Tensor? kpe_cache=None, "
-    "Tensor? extra_kpe_cache=None, Tensor? v_cache=None, Tensor? extra_v_cache=None"
-)
 _TOPK = "Tensor scores, str kernels, int k"
 _TOPK_OPTIONS = (
     "Tensor? lengths=None, Tensor? starts=None, Tensor? page_table=None, "
@@ -54,8 +48,7 @@ _CANDIDATES_OPTIONS = "int block_size=8, Tensor? q_scales=None"
 _LOGITS_OPTIONS = "Tensor? q_scales=None, SymInt? max_seq_len=None, int unscored_up_to=0, bool fill_neg_inf=False"
 _RAGGED_OPTIONS = _LOGITS_OPTIONS.replace("max_seq_len", "max_window")
 SCHEMAS = {
-    "sparse_decode": f"({_DECODE}, {_DECODE_OPTIONS}) -> (Tensor, Tensor)",
-    "sparse_decode_out": f"({_DECODE}, Tensor(a!) out, Tensor(b!) lse, {_DECODE_OPTIONS}) -> ()",
+    **DECODE_SCHEMAS,
     "topk": f"({_TOPK}, {_TOPK_OPTIONS}) -> Tensor",
     "topk_out": f"({_TOPK}, Tensor(a!) out, {_TOPK_OPTIONS}, *, Tensor(b!)? raw=None, Tensor(c!)? counts=None) -> ()",
     "indexer_logits": f"({_LOGITS}, {_LOGITS_OPTIONS}) -> Tensor",
@@ -82,31 +75,6 @@ SCHEMAS = {
 
 # Parameters are written out: torch calls by position, and gathering them into mappings would cost each call that no
 # entrance repeats.
-
-
-def _sparse_decode(
-    q: Tensor,
-    k_cache: Tensor,
-    indices: Tensor,
-    kernels: str,
-    topk_length: Tensor | None = None,
-    attn_sink: Tensor | None = None,
-    softmax_scale: float | None = None,
-    num_splits: int | None = None,
-    extra_k_cache: Tensor | None = None,
-    extra_indices: Tensor | None = None,
-    extra_topk_length: Tensor | None = None,
-    kpe_cache: Tensor | None = None,
-    extra_kpe_cache: Tensor | None = None,
-    v_cache: Tensor | None = None,
-    extra_v_cache: Tensor | None = None,
-    *,
-    out: Tensor | None = None,
-    lse: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    others = (kpe_cache, extra_k_cache, extra_indices, extra_topk_length, extra_kpe_cache, v_cache, extra_v_cache)
-    tensors = DecodeTensors(q, k_cache, indices, topk_length, attn_sink, out, lse, *others)
-    return find(kernels).decode_with_shared_plan(tensors, softmax_scale, num_splits)
 
 
 def _topk(
@@ -340,15 +308,6 @@ _CANDIDATES_NAMES = parameters(_CANDIDATES_OPTIONS)
 # What tracing needs: shapes and dtypes of results. The checks come with the call.
 
 
-def _fake_sparse_decode(
-    q: Tensor, k_cache: Tensor, indices: Tensor, kernels: str, *rest: Any, **named: Any
-) -> tuple[Tensor, Tensor]:
-    refuse_grad(q, k_cache, indices, *rest, **named)
-    batch, s_q, heads = q.shape[:3]
-    out = q.new_empty((batch, s_q, heads, find(kernels).spec.dims.d_v), dtype=torch.bfloat16)
-    return out, q.new_empty((batch, s_q, heads), dtype=torch.float32).transpose(1, 2)
-
-
 def _fake_topk(scores: Tensor, kernels: str, k: int, *rest: Any, **named: Any) -> Tensor:
     refuse_grad(scores, *rest, **named)
     return scores.new_empty((scores.shape[0], k), dtype=torch.int32)
@@ -435,8 +394,7 @@ def _fake_nothing(*values: Any, **named: Any) -> None:
 
 
 _OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "sparse_decode": (_sparse_decode, _fake_sparse_decode),
-    "sparse_decode_out": (into(_sparse_decode, 4, "out", "lse"), _fake_nothing),
+    **DECODE_OPS,
     "topk": (_topk, _fake_topk),
     "topk_out": (into(_topk, 3, "out"), _fake_nothing),
     "indexer_logits": (_indexer_logits, _fake_indexer_logits),

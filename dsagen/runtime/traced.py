@@ -12,6 +12,7 @@ from dsagen.runtime.sparse_decode import SparseDecodePlan
 from dsagen.runtime.step_candidates import USE, require_chosen, require_level, stray_candidates
 from dsagen.runtime.step_checks import StepIndex, require_reuse, require_window
 from dsagen.runtime.step_plan import DecodeStepPlan
+from dsagen.runtime.torch_decode import OTHER_CACHES
 
 # Read through torch at each call: tracing knows the ops by that.
 _OPS = torch.ops.dsagen
@@ -39,14 +40,22 @@ def sparse_decode(
             )
         num_splits = plan.num_splits
     if out is None and lse is None:
-        made: tuple[Tensor, Tensor] = _OPS.sparse_decode(*tensors, handle, **options, num_splits=num_splits)
+        made: tuple[Tensor, Tensor] = _attend(handle, tensors, {**options, "num_splits": num_splits})
         return made
     if out is None:
         out = q.new_empty((*q.shape[:3], d_v), dtype=torch.bfloat16)
     if lse is None:
         lse = q.new_empty(q.shape[:3], dtype=torch.float32).transpose(1, 2)
-    _OPS.sparse_decode_out(*tensors, handle, **options, num_splits=num_splits, out=out, lse=lse)
+    _attend(handle, tensors, {**options, "num_splits": num_splits}, out=out, lse=lse)
     return out, lse
+
+
+def _attend(handle: str, tensors: tuple[Tensor | None, ...], options: dict[str, Any], **outputs: Tensor) -> Any:
+    """Sparse decode by the op that takes what the call brings, into the outputs where they are given."""
+    op = "sparse_decode_caches"
+    if all(options.get(name) is None for name in OTHER_CACHES):
+        op, options = "sparse_decode", {name: value for name, value in options.items() if name not in OTHER_CACHES}
+    return getattr(_OPS, f"{op}_out" if outputs else op)(*tensors, handle, **options, **outputs)
 
 
 def decode_step(
@@ -85,7 +94,7 @@ def decode_step(
         selected = {"indices": plan.ids, "topk_length": plan.counts}
         lists = selected if one_cache else {**window, **{f"extra_{name}": list_ for name, list_ in selected.items()}}
         indices = lists.pop("indices")
-        _OPS.sparse_decode_out(*tensors, indices, handle, **lists, **options, num_splits=num_splits, out=out, lse=lse)
+        _attend(handle, (*tensors, indices), {**lists, **options, "num_splits": num_splits}, out=out, lse=lse)
         return out, lse
     index = {"index_q_scales": given.index_q_scales, "kv_block_table": given.kv_block_table}
     chosen = {"num_splits": num_splits, "determinism": plan.determinism, "overlap": plan.selection.is_dependent}

@@ -155,6 +155,8 @@ CALLS: dict[str, tuple[str, Callable[[str], tuple[tuple[Any, ...], dict[str, Any
         "decode",
         lambda h: ((q(), pool(), ids(), h, *outputs().values(), None, torch.zeros(HEADS), 0.1, 1), {}),
     ),
+    "sparse_decode_caches": ("decode", lambda h: ((q(), pool(), ids(), h), {"extra_k_cache": None})),
+    "sparse_decode_caches_out": ("decode", lambda h: ((q(), pool(), ids(), h, *outputs().values()), {"v_cache": None})),
     "topk": ("select", lambda h: ((torch.randn(2, 50), h, K), {"lengths": lengths(50, 3)})),
     "topk_out": (
         "select",

@@ -8,6 +8,7 @@ from native_driver import NativeFakeDriver
 from test_runtime_launch import inputs, make
 
 from dsagen.errors import GuardError
+from dsagen.runtime import torch_ops
 from dsagen.runtime.handles import find
 from dsagen.runtime.launch import OpLaunches
 from dsagen.runtime.torch_ops import SCHEMAS
@@ -37,6 +38,14 @@ def test_a_handle_tells_specs_and_drivers_apart():
     handles = {make(spec, **changes)[1].handle.partition("#")[0] for spec, changes in (
         ("v32_h8", {}), ("v32_h16", {}), ("v32_h8", {"topk": 1024}), ("v32_h8", {"lse": {"base": 2}}))}  # fmt: skip
     assert len(handles) == 4
+
+
+def test_a_handle_tells_ops_of_other_arguments_apart(monkeypatch):
+    """Inductor keeps code by the graph's text, in which an argument that is left out does not show."""
+    _, kernels = make("v32_h8")
+    monkeypatch.setitem(torch_ops.SCHEMAS, "topk", torch_ops.SCHEMAS["topk"].replace("offsets", "shifts"))
+    _, changed = make("v32_h8")
+    assert kernels.handle.endswith("#0") and changed.handle.endswith("#0") and changed.handle != kernels.handle
 
 
 def test_an_op_without_kernels_of_its_name_is_refused():
