@@ -36,7 +36,7 @@ def torchs_own() -> Iterator[tuple[str, Call]]:
     """What torch takes of a call: its op without a body, and the outputs."""
     library: Any = torch.library.Library("dsagen_host_cost", "DEF")
     arguments = "Tensor q, Tensor k, Tensor ids, str kernels"
-    options = ", ".join(f"Tensor? option_{index}=None" for index in range(9))
+    options = ", ".join(f"Tensor? option_{index}=None" for index in range(4))
     library.define(f"empty({arguments}, {options}) -> (Tensor, Tensor)")
     library.define(f"empty_out({arguments}, Tensor(a!) out, Tensor(b!) lse, {options}) -> ()")
     out, lse = torch.zeros(1, 1, 16, 512).bfloat16(), torch.zeros(1, 1, 16).transpose(1, 2)

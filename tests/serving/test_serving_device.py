@@ -209,7 +209,10 @@ def test_threads_with_streams_of_their_own(kernels: Kernels) -> None:
 
 def test_tensors_decide_the_device(kernels: Kernels) -> None:
     if torch.cuda.device_count() < 2:
-        pytest.skip("needs two devices")
+        pytest.skip(
+            f"needs two CUDA devices, and {torch.cuda.device_count()} is visible here: what a CPU can show of two is "
+            "in tests/unit/test_two_devices.py"
+        )
     kernels.prepare([0, 1])
     assert torch.cuda.current_device() == 0
     want = kernels.sparse_decode(*decode_inputs(device="cuda:0"))
@@ -222,6 +225,11 @@ def test_tensors_decide_the_device(kernels: Kernels) -> None:
         # The stream of that device counts, whichever is current on this one.
         with torch.cuda.stream(torch.cuda.Stream(0)):
             same([t.cpu() for t in kernels.sparse_decode(*there, plan=plan)], [t.cpu() for t in want])
+    q, cache, ids = decode_inputs(device="cuda:0")
+    with pytest.raises(GuardError, match=r"\[T-09\] plan: made for device cuda:1, the tensors have device cuda:0"):
+        kernels.sparse_decode(q, cache, ids, plan=plan)
+    with pytest.raises(GuardError, match=r"\[T-03\] k_cache: on cuda:1, q is on cuda:0"):
+        kernels.sparse_decode(q, there[1], ids)
     assert torch.cuda.current_device() == 0
 
 

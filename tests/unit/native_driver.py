@@ -62,10 +62,11 @@ class RecordingCuda:
         return found
 
     def reset(self) -> None:
-        for name in ("stub_count", "stub_fail", "stub_pushes", "stub_delay_us", "stub_stream_fails", "stub_capturing"):
+        counters = ("stub_count", "stub_pushes")
+        for name in (*counters, "stub_fail", "stub_delay_us", "stub_stream_fails", "stub_capturing", "stub_device"):
             self.set(name, 0)
-        self.set_handle("stub_stream", 0)
-        self.set_handle("stub_context", 0)
+        for name in ("stub_stream", "stub_other_stream", "stub_context", "stub_context_below"):
+            self.set_handle(name, 0)
 
 
 @cache

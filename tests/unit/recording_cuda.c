@@ -19,15 +19,27 @@ typedef struct {
 
 Record stub_records[kMostRecords];
 int stub_count, stub_fail, stub_pushes, stub_delay_us, stub_stream_fails, stub_capturing, stream_error;
-void* stub_stream;
-// Of each thread, as the driver has it.
-__thread void* stub_context;
+// Where all tensors lie, and the current streams of device 0 and of device 1.
+int stub_device;
+void *stub_stream, *stub_other_stream;
+// Of each thread, as the driver has it; one context may be pushed on another.
+__thread void *stub_context, *stub_context_below;
 
 static int next_of(int* counter) { return __atomic_fetch_add(counter, 1, __ATOMIC_SEQ_CST); }
 
 CUresult cuCtxGetCurrent(void** context) { *context = stub_context; return 0; }
-CUresult cuCtxPushCurrent_v2(void* context) { stub_context = context; next_of(&stub_pushes); return 0; }
-CUresult cuCtxPopCurrent_v2(void** context) { *context = stub_context; stub_context = NULL; return 0; }
+CUresult cuCtxPushCurrent_v2(void* context) {
+  stub_context_below = stub_context;
+  stub_context = context;
+  next_of(&stub_pushes);
+  return 0;
+}
+CUresult cuCtxPopCurrent_v2(void** context) {
+  *context = stub_context;
+  stub_context = stub_context_below;
+  stub_context_below = NULL;
+  return 0;
+}
 
 CUresult cuStreamIsCapturing(void* stream, int* status) { *status = stub_capturing || stream == (void*)0x77; return stream_error; }
 
@@ -56,15 +68,24 @@ CUresult cuLaunchKernelEx(const LaunchConfig* config, void* function, void** par
 }
 
 static int current_stream(int32_t device_type, int32_t device_id, void** out) {
-  (void)device_type, (void)device_id;
-  *out = stub_stream;
+  (void)device_type;
+  *out = device_id == 0 ? stub_stream : stub_other_stream;
   return stub_stream_fails ? -1 : 0;
 }
 
-// Torch's exchange, but for the stream: on the CPU it knows none.
+static const DlExchange* real;
+static int tensor_from_object(void* object, DlTensor* out) {
+  int failed = real->tensor_from_object(object, out);
+  if (!failed) out->device.id = stub_device;
+  return failed;
+}
+
+// Torch's exchange, but for streams and devices: the CPU has none and one.
 static DlExchange exchange;
 const DlExchange* stub_exchange(const DlExchange* torchs) {
+  real = torchs;
   exchange = *torchs;
+  exchange.tensor_from_object = tensor_from_object;
   exchange.current_stream = current_stream;
   return &exchange;
 }
