@@ -108,7 +108,7 @@ CALL_RULES: Mapping[str, str] = {
     "T-14": "a tensor's values lie in strided memory as they are: no sparse or nested layout, no freed storage, no "
     "transform of torch around it, no negation that is still to be done",
     "T-15": "topk takes page_table or candidate_blocks, and page_size, table_of_row and table_starts with page_table",
-    "T-16": "explain of topk, indexer_logits and decode_step takes the width of a row",
+    "T-16": "explain takes what calls of the op depend on: of topk, indexer_logits and decode_step the width of a row",
     "T-17": "a cache op has the tensors that its format and its other arguments ask for: kpe_cache where rotary dims "
     "and v_cache where values have their own, k_pe where there are any, slots or a block table, slots of both pools or "
     "of neither, codes and scales or neither; a second cache, and width of its lists, where the spec declares one",

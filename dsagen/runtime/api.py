@@ -20,7 +20,7 @@ from dsagen.families.sparse_decode.choice_table import ChoiceTables, read_tables
 from dsagen.families.topk.op import Candidate as TopkCandidate
 from dsagen.families.topk.op import TopkShape, explain_call
 from dsagen.family import family_of_op
-from dsagen.guard import require_int
+from dsagen.guard import rename, require_int
 from dsagen.log import configure_library_logging
 from dsagen.matrix import Matrix, expand
 from dsagen.plan import KernelPlan
@@ -63,6 +63,16 @@ from dsagen.runtime.topk import OP as TOPK_OP
 from dsagen.spec import DeploymentSpec, load_spec
 
 Device = int | str | torch.device
+
+# Of the options of `explain` those that calls of an op depend on.
+_EXPLAINED: Mapping[str, frozenset[str]] = {
+    OP: frozenset({"topk", "extra_topk", "num_splits"}),
+    TOPK_OP: frozenset({"topk", "width"}),
+    LOGITS_OP: frozenset({"width"}),
+    CACHE_OP: frozenset(),
+    INDEX_CACHE_OP: frozenset(),
+    STEP: frozenset({"topk", "extra_topk", "num_splits", "width"}),
+}
 
 
 def load(
@@ -255,13 +265,21 @@ class Kernels(CacheOps, IndexCacheOps, StepOps):
         """
         if op != STEP:
             self._require_op(op)
+        given = {"topk": topk, "extra_topk": extra_topk, "num_splits": num_splits, "width": width}
+        self._require_explained(op, [name for name, value in given.items() if value is not None])
         kernels = self._on(self._ordinal(device))
         facts, arch = kernels.facts, kernels.arch
         head = f"{op}: {self.spec.name} on device {kernels.ordinal} ({facts.name}, {arch}, {facts.sm_count} SMs)"
         if op == STEP:
             sizes = require_int("batch", batch), require_int("s_q", s_q), _required_width(op, width)
             k, window = (topk, None) if self.spec.extra_kv is None else (extra_topk, topk)
-            text = self._explain_step(self.explain, kernels.ordinal, sizes, k, window, num_splits)
+            try:
+                text = self._explain_step(self.explain, kernels.ordinal, sizes, k, window, num_splits)
+            except GuardError as error:
+                selected = "topk" if self.spec.extra_kv is None else "extra_topk"
+                names = {"next_n": "s_q", "batch, next_n": "batch, s_q", "max_seq_len": "width", "k": selected}
+                names["window"] = "topk"
+                raise rename(error, names) from None
             return f"{head}\n{text}"
         if op in (CACHE_OP, INDEX_CACHE_OP):
             rows = require_int("batch", batch) * require_int("s_q", s_q)
@@ -287,6 +305,15 @@ class Kernels(CacheOps, IndexCacheOps, StepOps):
         )
         told = explain_choice(judged, shape, self._decide(kernels, shape))
         return "\n".join(filter(None, (head, told, combine)))
+
+    def _require_explained(self, op: str, given: Sequence[str]) -> None:
+        """Refuse what a call of the op does not have."""
+        known = _EXPLAINED[op]
+        if op == STEP and self.spec.extra_kv is None:
+            known = known - {"extra_topk"}
+        for name in given:
+            if name not in known:
+                raise GuardError(f"[T-16] {name}: nothing that a call of {op} takes depends on it: leave it out")
 
     def _refuse_capture(self, ordinal: int) -> None:
         if self._driver.is_capturing(ordinal):

@@ -68,7 +68,7 @@ class CacheOps(OpMethods):
         assert write is not None
         tensors = {"rows": rows, "k_cache": k_cache, "slots": slots, "k_pe": k_pe, "kpe_cache": kpe_cache}
         arguments = bind_write(tensors, record, write.rows, self._driver)
-        ordinal = self._ordinal_of(rows)
+        ordinal = self._home_of(rows)
         self._check_slots(ordinal, {"slots": (slots, arguments["pool_tokens"])})
         return self._launch_rows("write", extra, ordinal, arguments, call)
 
@@ -125,7 +125,7 @@ class CacheOps(OpMethods):
             "out": out,
         }
         arguments = bind_read(tensors, record, rows, self._driver)
-        ordinal = self._ordinal_of(k_cache)
+        ordinal = self._home_of(k_cache)
         self._check_slots(ordinal, {"slots": (slots, arguments["pool_tokens"])})
         if self._checks_values:
             check_table(tensors, arguments)
@@ -161,7 +161,7 @@ class CacheOps(OpMethods):
         self._require_op(OP)
         record = cache_of(self.spec, require_bool("extra", extra))
         arguments = bind_convert({"source": source, "target": target, **slots}, record, self._driver)
-        ordinal = self._ordinal_of(source)
+        ordinal = self._home_of(source)
         pools = ("source_tokens", "target_tokens")
         self._check_slots(ordinal, {n: (t, arguments[p]) for (n, t), p in zip(slots.items(), pools, strict=True)})
         return self._launch_rows("convert", extra, ordinal, arguments, call)
@@ -194,8 +194,3 @@ class CacheOps(OpMethods):
         on = self._on(ordinal)
         plans = [plan for (op, _), plans in on.by_role.items() if op == OP for plan in plans]
         return explain_call(plans, RowsShape(rows), arch(on.arch))
-
-    def _ordinal_of(self, tensor: torch.Tensor) -> int:
-        ordinal = self._driver.ordinal(tensor.device)
-        assert ordinal is not None, "a bound tensor lies on a device"
-        return ordinal

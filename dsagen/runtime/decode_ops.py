@@ -275,8 +275,7 @@ class DecodeOps(OpMethods):
         binding = self._binder.bind(tensors)
         if softmax_scale is not None:
             require_scale(softmax_scale)
-        ordinal = self._driver.ordinal(binding.device)
-        assert ordinal is not None
+        ordinal = self._home_of(tensors.q)
         stream = self._driver.current_stream(ordinal)
         rows = binding.batch * binding.s_q
         if plan is None:
@@ -357,7 +356,8 @@ class DecodeOps(OpMethods):
     def _shape(self, batch: int, s_q: int, topk: int, extra_topk: int) -> DecodeShape:
         if require_int("extra_topk", extra_topk) > 0 and self.spec.extra_kv is None:
             raise GuardError(f"[T-17] extra_topk: {extra_topk}: the spec declares no extra_kv: leave it out")
-        return DecodeShape(batch, s_q, self.spec.heads, topk, extra_topk, self.spec.kv_heads)
+        rows = require_int("batch", batch), require_int("s_q", s_q)
+        return DecodeShape(*rows, self.spec.heads, require_int("topk", topk), extra_topk, self.spec.kv_heads)
 
     def _judge(
         self, kernels: DeviceKernels, shape: DecodeShape, num_splits: int | None, may_join: bool = True

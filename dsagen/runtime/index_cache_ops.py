@@ -132,8 +132,3 @@ class IndexCacheOps(OpMethods):
         on = self._on(ordinal)
         plans = [plan for (op, _), plans in on.by_role.items() if op == OP for plan in plans]
         return explain_call(plans, rows, arch(on.arch))
-
-    def _home_of(self, tensor: torch.Tensor) -> int:
-        ordinal = self._driver.ordinal(tensor.device)
-        assert ordinal is not None, "a bound tensor lies on a device"
-        return ordinal

@@ -108,19 +108,10 @@ class IndexerOps(OpMethods):
         self._require_form("paged", OP)
         fills = require_bool("fill_neg_inf", fill_neg_inf)
         shape, arguments = bind(tensors, max_seq_len, unscored_up_to, fills, self.spec, self._driver)
-        ordinal = self._driver.ordinal(q.device)
-        assert ordinal is not None, "a bound tensor lies on a device"
-        on = self._on(ordinal)
-        (plan,) = on.by_role[OP, "main"]
-        check([TILES_GUARD], size_values(plan, shape, on.facts.sm_count))
-        if self._checks_values:
-            self._refuse_capture(ordinal)
-            if shape.tokens:
-                check_lengths(tensors, int(arguments["most_keys"]))
-                check_pages(tensors)
+        plan, ordinal = self._require_pages("main", shape, tensors, arguments)
         result = make_out(out, q, shape.tokens, shape.width, self.spec)
         if shape.tokens and shape.width:
-            part = partition_of(plan, shape, on.facts.sm_count)
+            part = partition_of(plan, shape, self._on(ordinal).facts.sm_count)
             self._launch_logits(self._logits_launches, plan, part, ordinal, arguments, tensors, scalars, result)
         return result
 
@@ -171,19 +162,10 @@ class IndexerOps(OpMethods):
         fills = require_bool("fill_neg_inf", fill_neg_inf)
         call = bind_blocks(tensors, max_seq_len, unscored_up_to, fills, self.spec, self._driver)
         shape = call.shape
-        ordinal = self._driver.ordinal(q.device)
-        assert ordinal is not None, "a bound tensor lies on a device"
-        on = self._on(ordinal)
-        (plan,) = on.by_role[OP, BLOCKS]
-        check([TILES_GUARD], size_values(plan, shape, on.facts.sm_count))
-        if self._checks_values:
-            self._refuse_capture(ordinal)
-            if shape.tokens:
-                check_lengths(tensors.paged, int(call.arguments["most_keys"]))
-                check_pages(tensors.paged)
+        plan, ordinal = self._require_pages(BLOCKS, shape, tensors.paged, call.arguments)
         results = make_results(tensors, call, self.spec)
         if shape.tokens:
-            part = partition_of(plan, shape, on.facts.sm_count)
+            part = partition_of(plan, shape, self._on(ordinal).facts.sm_count)
             self._launch_logits(
                 self._block_launches, plan, part, ordinal, call.arguments, tensors, scalars, results,
                 result_arguments(results),
@@ -240,8 +222,7 @@ class IndexerOps(OpMethods):
         self._require_form("ragged", METHOD)
         fills = require_bool("fill_neg_inf", fill_neg_inf)
         shape, width, arguments = bind_ragged(tensors, max_window, unscored_up_to, fills, self.spec, self._driver)
-        ordinal = self._driver.ordinal(q.device)
-        assert ordinal is not None, "a bound tensor lies on a device"
+        ordinal = self._home_of(q)
         on = self._on(ordinal)
         (plan,) = on.by_role[OP, RAGGED]
         check([RAGGED_TILES_GUARD], ragged_values(plan, shape, on.facts.sm_count))
@@ -294,24 +275,31 @@ class IndexerOps(OpMethods):
             return out if repeated is True else repeated[0]  # type: ignore[return-value]
         self._require_form("candidates", CANDIDATES_METHOD)
         shape, arguments = bind_candidates(tensors, block_size, self.spec, self._driver)
-        ordinal = self._driver.ordinal(q.device)
-        assert ordinal is not None, "a bound tensor lies on a device"
-        on = self._on(ordinal)
-        (plan,) = on.by_role[OP, CANDIDATES]
-        check([TILES_GUARD], size_values(plan, shape, on.facts.sm_count))
-        if self._checks_values:
-            self._refuse_capture(ordinal)
-            if shape.tokens:
-                check_lengths(tensors.paged, int(arguments["most_keys"]))
-                check_pages(tensors.paged)
-                check_blocks(tensors, block_size)
+        plan, ordinal = self._require_pages(CANDIDATES, shape, tensors.paged, arguments)
+        if self._checks_values and shape.tokens:
+            check_blocks(tensors, block_size)
         result = make_out(out, q, shape.tokens, shape.width, self.spec)
         if shape.tokens and shape.width:
-            part = partition_of(plan, shape, on.facts.sm_count)
+            part = partition_of(plan, shape, self._on(ordinal).facts.sm_count)
             self._launch_logits(
                 self._candidate_launches, plan, part, ordinal, arguments, tensors, (block_size,), result
             )
         return result
+
+    def _require_pages(
+        self, role: str, shape: LogitsShape, paged: LogitsTensors, arguments: Mapping[str, Any]
+    ) -> tuple[KernelPlan, int]:
+        """A role's kernel and the device of a call over pages, after its size and, if asked for, its values passed."""
+        ordinal = self._home_of(paged.q)
+        on = self._on(ordinal)
+        (plan,) = on.by_role[OP, role]
+        check([TILES_GUARD], size_values(plan, shape, on.facts.sm_count))
+        if self._checks_values:
+            self._refuse_capture(ordinal)
+            if shape.tokens:
+                check_lengths(paged, int(arguments["most_keys"]))
+                check_pages(paged)
+        return plan, ordinal
 
     def _launch_logits(
         self,

@@ -6,6 +6,8 @@ import threading
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
+import torch
+
 from dsagen.runtime.driver import Driver
 from dsagen.runtime.loader import Loader
 from dsagen.spec import DeploymentSpec
@@ -41,3 +43,9 @@ class OpMethods(ABC):
     @abstractmethod
     def _ordinal(self, device: Device | None) -> int:
         """A device's number; the default's for None. DeviceError for a device that there is not."""
+
+    def _home_of(self, tensor: torch.Tensor) -> int:
+        """The number of the device that a tensor lies on, which has passed the checks."""
+        ordinal = self._driver.ordinal(tensor.device)
+        assert ordinal is not None, "a bound tensor lies on a device"
+        return ordinal

@@ -31,7 +31,7 @@ def by_name(names: tuple[str, ...], rest: tuple[Any, ...], named: dict[str, Any]
 
 
 def refuse_grad(*values: Any, **named: Any) -> None:
-    """Refuse tensors that require grad, which no op here gives."""
+    """Refuse tensors that require grad, which no op here gives: all that tracing asks of an op without results."""
     for value in (*values, *named.values()):
         if isinstance(value, Tensor):
             require_no_grad("an input", value)

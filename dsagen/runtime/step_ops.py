@@ -20,7 +20,7 @@ from dsagen.families.indexer_logits.op import (
     size_values,
 )
 from dsagen.families.indexer_logits.op import SIZE_GUARDS as LOGITS_SIZES
-from dsagen.guard import check, require_bool, require_int
+from dsagen.guard import check, rename, require_bool, require_int
 from dsagen.runtime import traced
 from dsagen.runtime.decode_ops import DecodeOps
 from dsagen.runtime.indexer import SCORE_DTYPES, index_of
@@ -332,11 +332,9 @@ class StepOps(StepSelection, DecodeOps):
         spec = self.spec
         k = spec.selected_topk if k is None else require_int("k", k)
         shape = StepShape(require_int("batch", batch), require_int("next_n", next_n), max_seq_len, k)
-        if min(shape.batch, shape.next_n, require_int("max_seq_len", max_seq_len)) < 1:
-            raise GuardError(
-                f"[T-22] plan: batch {batch}, next_n {next_n}, max_seq_len {max_seq_len}: a step has 1 of each at "
-                "least: leave an empty step out"
-            )
+        for name, size in (("batch", batch), ("next_n", next_n), ("max_seq_len", max_seq_len)):
+            if require_int(name, size) < 1:
+                raise GuardError(f"[T-22] {name}: {size}: a step has 1 at least: leave an empty step out")
         if spec.extra_kv is None and window is not None:
             raise GuardError(
                 "[T-22] window: the spec declares no extra_kv, so what is selected is the only list: leave it out"
@@ -350,7 +348,10 @@ class StepOps(StepSelection, DecodeOps):
         """Workspaces of top-k and of attention, after the limits of all three stages have been held."""
         on = self._on(ordinal)
         logits = LogitsShape(shape.batch, shape.next_n, shape.max_seq_len, index_of(self.spec).heads)
-        check(LOGITS_SIZES, size_values(on.by_role[LOGITS, PAGED][0], logits, on.facts.sm_count))
+        try:
+            check(LOGITS_SIZES, size_values(on.by_role[LOGITS, PAGED][0], logits, on.facts.sm_count))
+        except GuardError as error:
+            raise rename(error, {"q": "batch, next_n"}) from None
         selection = self.topk_workspace_bytes(shape.rows, shape.max_seq_len, shape.k, device=ordinal)
         attention = self.sparse_decode_workspace_bytes(
             shape.batch, shape.next_n, widths[0], extra_topk=widths[1], num_splits=num_splits, device=ordinal

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dsagen.errors import FrozenError, GuardError
+from dsagen.families.topk.guards import ROWS_GUARD, WIDTH_GUARD
 from dsagen.families.topk.op import Candidate, TopkShape, choose, most_lead
-from dsagen.guard import require_bool, require_int
+from dsagen.guard import check, rename, require_bool, require_int
 from dsagen.plan import KernelPlan
 from dsagen.runtime import traced
 from dsagen.runtime.launch import OpLaunches, OpRoutes, Step
@@ -118,8 +119,7 @@ class TopkOps(OpMethods):
         name = "page_table" if candidate_blocks is None else "candidate_blocks"
         options = TopkOptions(require_int("k", k), tokens, require_bool("drop_neg_inf", drop_neg_inf), ordered, name)
         arguments = bind(tensors, options, self.spec, self._driver)
-        ordinal = self._driver.ordinal(scores.device)
-        assert ordinal is not None
+        ordinal = self._home_of(scores)
         if self._checks_values:
             self._refuse_capture(ordinal)
             check_windows(tensors)
@@ -227,6 +227,12 @@ class TopkOps(OpMethods):
         """The shape of a plan, with windows anywhere, so that its workspace serves every call."""
         assert self.spec.scores is not None
         sizes = require_int("rows", rows), require_int("width", width), require_int("k", k)
+        for name, guard in (("rows", ROWS_GUARD), ("width", WIDTH_GUARD)):
+            try:
+                check([guard], {"rows": rows, "width": width})
+            except GuardError as error:
+                # A plan's scores are told by their sizes.
+                raise rename(error, {"scores": name}) from None
         return TopkShape(*sizes, self.spec.most_selected, most_lead(self.spec.scores))
 
     def _choose_topk(self, ordinal: int, shape: TopkShape) -> Candidate:

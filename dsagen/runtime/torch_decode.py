@@ -72,15 +72,11 @@ def _fake_sparse_decode(
     return out, q.new_empty((batch, s_q, heads), dtype=torch.float32).transpose(1, 2)
 
 
-def _fake_nothing(*values: Any, **named: Any) -> None:
-    refuse_grad(*values, **named)
-
-
 _into_outputs = into(_sparse_decode_caches, 4, "out", "lse")
 # The schema alone tells the two ops apart.
 DECODE_OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "sparse_decode": (_sparse_decode_caches, _fake_sparse_decode),
-    "sparse_decode_out": (_into_outputs, _fake_nothing),
+    "sparse_decode_out": (_into_outputs, refuse_grad),
     "sparse_decode_caches": (_sparse_decode_caches, _fake_sparse_decode),
-    "sparse_decode_caches_out": (_into_outputs, _fake_nothing),
+    "sparse_decode_caches_out": (_into_outputs, refuse_grad),
 }

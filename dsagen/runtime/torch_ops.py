@@ -115,64 +115,39 @@ def _topk(
     )
 
 
-def _indexer_logits(
-    q: Tensor,
-    k_cache: Tensor,
-    weights: Tensor,
-    context_lens: Tensor,
-    block_table: Tensor,
-    kernels: str,
-    q_scales: Tensor | None = None,
-    max_seq_len: int | None = None,
-    unscored_up_to: int = 0,
-    fill_neg_inf: bool = False,
-    *,
-    out: Tensor | None = None,
-) -> Tensor:
-    return find(kernels).indexer_logits(
-        q,
-        k_cache,
-        weights,
-        context_lens,
-        block_table,
-        q_scales=q_scales,
-        max_seq_len=max_seq_len,
-        unscored_up_to=unscored_up_to,
-        fill_neg_inf=fill_neg_inf,
-        out=out,
-    )
+def _paged_logits(method: str) -> Callable[..., Any]:
+    """The op of a method that scores the keys of pages; its outputs come by name."""
+
+    def run(
+        q: Tensor,
+        k_cache: Tensor,
+        weights: Tensor,
+        context_lens: Tensor,
+        block_table: Tensor,
+        kernels: str,
+        q_scales: Tensor | None = None,
+        max_seq_len: int | None = None,
+        unscored_up_to: int = 0,
+        fill_neg_inf: bool = False,
+        **outputs: Tensor | None,
+    ) -> Any:
+        return getattr(find(kernels), method)(
+            q,
+            k_cache,
+            weights,
+            context_lens,
+            block_table,
+            q_scales=q_scales,
+            max_seq_len=max_seq_len,
+            unscored_up_to=unscored_up_to,
+            fill_neg_inf=fill_neg_inf,
+            **outputs,
+        )
+
+    return run
 
 
-def _indexer_logits_blocks(
-    q: Tensor,
-    k_cache: Tensor,
-    weights: Tensor,
-    context_lens: Tensor,
-    block_table: Tensor,
-    kernels: str,
-    q_scales: Tensor | None = None,
-    max_seq_len: int | None = None,
-    unscored_up_to: int = 0,
-    fill_neg_inf: bool = False,
-    *,
-    out: Tensor | None = None,
-    block_scores: Tensor | None = None,
-    block_counts: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return find(kernels).indexer_logits_blocks(
-        q,
-        k_cache,
-        weights,
-        context_lens,
-        block_table,
-        q_scales=q_scales,
-        max_seq_len=max_seq_len,
-        unscored_up_to=unscored_up_to,
-        fill_neg_inf=fill_neg_inf,
-        out=out,
-        block_scores=block_scores,
-        block_counts=block_counts,
-    )
+_indexer_logits, _indexer_logits_blocks = _paged_logits("indexer_logits"), _paged_logits("indexer_logits_blocks")
 
 
 def _indexer_logits_ragged(
@@ -389,32 +364,28 @@ def _fake_index_gather(
     return codes, k_cache.new_empty((rows,), dtype=scale_dtype(record))
 
 
-def _fake_nothing(*values: Any, **named: Any) -> None:
-    refuse_grad(*values, **named)
-
-
 _OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     **DECODE_OPS,
     "topk": (_topk, _fake_topk),
-    "topk_out": (into(_topk, 3, "out"), _fake_nothing),
+    "topk_out": (into(_topk, 3, "out"), refuse_grad),
     "indexer_logits": (_indexer_logits, _fake_indexer_logits),
-    "indexer_logits_out": (into(_indexer_logits, 6, "out"), _fake_nothing),
+    "indexer_logits_out": (into(_indexer_logits, 6, "out"), refuse_grad),
     "indexer_logits_blocks": (_indexer_logits_blocks, _fake_indexer_logits_blocks),
     "indexer_logits_blocks_out": (
         into(_indexer_logits_blocks, 6, "out", "block_scores", "block_counts"),
-        _fake_nothing,
+        refuse_grad,
     ),
     "indexer_logits_ragged": (_indexer_logits_ragged, _fake_indexer_logits_ragged),
-    "indexer_logits_ragged_out": (into(_indexer_logits_ragged, 7, "out"), _fake_nothing),
+    "indexer_logits_ragged_out": (into(_indexer_logits_ragged, 7, "out"), refuse_grad),
     "indexer_logits_candidates": (_indexer_logits_candidates, _fake_indexer_logits_candidates),
-    "indexer_logits_candidates_out": (into(_indexer_logits_candidates, 7, "out"), _fake_nothing),
-    "kv_write": (_kv_write, _fake_nothing),
+    "indexer_logits_candidates_out": (into(_indexer_logits_candidates, 7, "out"), refuse_grad),
+    "kv_write": (_kv_write, refuse_grad),
     "kv_read": (_kv_read, _fake_kv_read),
-    "kv_read_out": (into(_kv_read, 2, "out"), _fake_nothing),
-    "kv_convert": (_kv_convert, _fake_nothing),
-    "index_write": (_index_write, _fake_nothing),
+    "kv_read_out": (into(_kv_read, 2, "out"), refuse_grad),
+    "kv_convert": (_kv_convert, refuse_grad),
+    "index_write": (_index_write, refuse_grad),
     "index_gather": (_index_gather, _fake_index_gather),
-    "index_gather_out": (into(_index_gather, 5, "codes", "scales"), _fake_nothing),
+    "index_gather_out": (into(_index_gather, 5, "codes", "scales"), refuse_grad),
     **STEP_OPS,
 }
 

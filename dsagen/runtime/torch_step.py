@@ -115,13 +115,9 @@ def _fake_decode_step(
     return out, lse, ids, q.new_empty((batch, next_n), dtype=torch.int32)
 
 
-def _fake_nothing(*values: Any, **named: Any) -> None:
-    refuse_grad(*values, **named)
-
-
 STEP_OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "decode_step": (_decode_step, _fake_decode_step),
-    "decode_step_out": (into(_decode_step, 10, *_WRITTEN), _fake_nothing),
-    "decode_step_choose_out": (into(partial(_decode_step, candidates=CHOOSE), 10, *_WRITTEN, *_BLOCKS), _fake_nothing),
-    "decode_step_use_out": (into(partial(_decode_step, candidates=USE), 10, *_WRITTEN, *_BLOCKS), _fake_nothing),
+    "decode_step_out": (into(_decode_step, 10, *_WRITTEN), refuse_grad),
+    "decode_step_choose_out": (into(partial(_decode_step, candidates=CHOOSE), 10, *_WRITTEN, *_BLOCKS), refuse_grad),
+    "decode_step_use_out": (into(partial(_decode_step, candidates=USE), 10, *_WRITTEN, *_BLOCKS), refuse_grad),
 }

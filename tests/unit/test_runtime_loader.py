@@ -184,6 +184,20 @@ def test_explain_says_what_would_run():
     assert fake.loads == []
     with pytest.raises(GuardError, match=r"^\[T-11\] topk: the spec v32_h16 declares ops sparse_decode"):
         kernels.explain("topk", batch=1)
+    with pytest.raises(GuardError, match=r"^\[T-16\] width: nothing that a call of sparse_decode takes depends on it"):
+        kernels.explain(batch=1, width=9)
+
+
+@pytest.mark.parametrize("name", ["batch", "s_q", "topk", "extra_topk"])
+@pytest.mark.parametrize("value", [None, "3", [], 1.0, True])
+def test_sizes_of_a_plan_are_whole_numbers(name, value):
+    _, kernels = make()
+    sizes = {"batch": 2, "s_q": 1, "topk": 64, name: value}
+    ways = [kernels.plan_sparse_decode, kernels.sparse_decode_workspace_bytes]
+    # Of what may be left out None is the spec's.
+    for way in ways if value is None and "topk" in name else [*ways, kernels.explain]:
+        with pytest.raises(GuardError, match=rf"^\[T-12\] {name}: expected a whole number"):
+            way(**sizes)
 
 
 @pytest.mark.compile

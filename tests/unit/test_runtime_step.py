@@ -287,10 +287,10 @@ def test_what_does_not_fit_is_named(changes, message):
         ((BATCH, NEXT_N, WIDTH), {"k": 65}, r"\[TK-04\] k: 65, the spec declares a capacity of 64"),
         ((BATCH, NEXT_N, WIDTH), {"k": 0}, r"\[TK-04\] k: 0"),
         ((BATCH, NEXT_N, WIDTH), {"k": 1.5}, r"\[T-12\] k: expected a whole number"),
-        ((BATCH, 9, WIDTH), {}, r"\[IL-05\] q: 3 requests of 9 tokens"),
+        ((BATCH, 9, WIDTH), {}, r"\[IL-05\] batch, next_n: 3 requests of 9 tokens"),
         ((BATCH, NEXT_N, 2**31), {}, r"\[IL-06\] max_seq_len: 2147483648"),
-        ((0, NEXT_N, WIDTH), {}, r"\[T-22\] plan: batch 0, next_n 2, max_seq_len 100"),
-        ((BATCH, NEXT_N, 0), {}, r"\[T-22\] plan: batch 3, next_n 2, max_seq_len 0"),
+        ((0, NEXT_N, WIDTH), {}, r"\[T-22\] batch: 0: a step has 1"),
+        ((BATCH, NEXT_N, 0), {}, r"\[T-22\] max_seq_len: 0: a step has 1"),
         ((BATCH, NEXT_N, "9"), {}, r"\[T-12\] max_seq_len: expected a whole number"),
         ((BATCH, NEXT_N, WIDTH), {"window": 3}, r"\[T-22\] window: the spec declares no extra_kv"),
         ((BATCH, NEXT_N, WIDTH), {"num_splits": 0}, r"\[SD-"),
@@ -396,6 +396,22 @@ def test_explain_of_a_step():
         kernels.explain("decode_step", batch=1)
     both = make(TWO_CACHES)[1].explain("decode_step", batch=1, width=WIDTH)
     assert "topk 48 + 64 of the second cache" in both and "64 of up to 100 keys" in both
+
+
+@pytest.mark.parametrize(
+    ("spec", "sizes", "message"),
+    [
+        (ONE_CACHE, {"s_q": 0}, r"^\[T-22\] s_q: 0: a step has 1 at least"),
+        (ONE_CACHE, {"s_q": 9}, r"^\[IL-05\] batch, s_q: 1 requests of 9 tokens"),
+        (ONE_CACHE, {"width": -3}, r"^\[T-22\] width: -3: a step has 1 at least"),
+        (ONE_CACHE, {"topk": 99}, r"^\[TK-04\] topk: 99, the spec declares a capacity of 64"),
+        (ONE_CACHE, {"extra_topk": 9}, r"^\[T-16\] extra_topk: nothing that a call of decode_step takes depends on it"),
+        (TWO_CACHES, {"extra_topk": 99}, r"^\[TK-04\] extra_topk: 99, the spec declares a capacity of 64"),
+    ],
+)
+def test_explain_of_a_step_names_its_own_arguments(spec, sizes, message):
+    with pytest.raises(GuardError, match=message):
+        make(spec)[1].explain("decode_step", **{"batch": 1, "width": WIDTH, **sizes})
 
 
 def call_op(kernels, variant="", **changes):

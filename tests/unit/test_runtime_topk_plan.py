@@ -282,7 +282,9 @@ def test_two_threads_do_not_come_between_launches_that_share_a_workspace():
     ("sizes", "message"),
     [
         ((ROWS, LONG, 2049), r"^\[TK-04\] k: 2049, the spec declares a capacity of 2048"),
-        ((ROWS, 2**31, K), r"^\[TK-06\] scores: rows of 2147483648 are outside 0"),
+        ((ROWS, 2**31, K), r"^\[TK-06\] width: rows of 2147483648 are outside 0"),
+        ((ROWS, -1, K), r"^\[TK-06\] width: rows of -1 are outside 0"),
+        ((-1, LONG, K), r"^\[TK-05\] rows: -1 rows are outside 0"),
         ((2.0, LONG, K), r"^\[T-12\] rows: expected a whole number, found 2.0 \(float\)"),
         ((ROWS, "9", K), r"^\[T-12\] width: expected a whole number, found '9' \(str\)"),
         ((ROWS, LONG, True), r"^\[T-12\] k: expected a whole number, found True \(bool\)"),
