@@ -179,6 +179,8 @@ class DecodeOps(OpMethods):
         capture, DeviceError when the driver refuses.
         """
         if torch.compiler.is_compiling():
+            if plan is not None:
+                self._require_own(plan)
             given = {
                 "topk_length": topk_length,
                 "attn_sink": attn_sink,

@@ -116,6 +116,8 @@ class StepOps(StepSelection, DecodeOps):
             "extra_v_cache": extra_v_cache,
             "softmax_scale": softmax_scale,
         }
+        if type(plan) is not DecodeStepPlan or plan.spec is not self.spec:
+            raise GuardError("[T-09] plan: was not made by these kernels: pass what their plan_decode_step returned")
         if torch.compiler.is_compiling():
             window = {"indices": indices, "topk_length": topk_length}
             one_cache, d_v = self.spec.extra_kv is None, self.spec.dims.d_v
@@ -123,8 +125,6 @@ class StepOps(StepSelection, DecodeOps):
                 self.handle, plan, (q, k_cache), given, (reuse_ids, candidates), window, one_cache, (out, lse), d_v,
                 options,
             )  # fmt: skip
-        if type(plan) is not DecodeStepPlan or plan.spec is not self.spec:
-            raise GuardError("[T-09] plan: was not made by these kernels: pass what their plan_decode_step returned")
         require_window(self.spec.extra_kv is not None, indices, topk_length, extra_k_cache)
         if require_bool("reuse_ids", reuse_ids):
             require_reuse(plan, given)

@@ -91,6 +91,9 @@ class TopkOps(OpMethods):
         during capture or after freeze(), DeviceError when the driver refuses.
         """
         if torch.compiler.is_compiling():
+            if plan is not None:
+                self._require_own_topk(plan)
+                plan.require_shape(scores.shape[0], scores.shape[1], k, scores.device)
             given = {
                 "lengths": lengths,
                 "starts": starts,

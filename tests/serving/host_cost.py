@@ -28,7 +28,7 @@ from dsagen.compat import flash_mla
 from dsagen.runtime.api import Kernels
 from dsagen.spec import load_spec
 
-REGISTERS = {"topk": 60, "kv_cache": 40}
+REGISTERS = {"topk": 60, "kv_cache": 40, "index_cache": 40}
 CALLS_PER_ROUND = 100
 
 
