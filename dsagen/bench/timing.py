@@ -89,6 +89,8 @@ class Contestant:
 
     def __init__(self, calls: Sequence[Call], *, warm_ms: float = 25.0) -> None:
         _check_calls(calls)
+        # Replays use what the calls hold: plans, workspaces and lists that nobody else may have.
+        self._calls = calls
         self._graph, self._sets = _capture(calls), len(calls)
         self._durations_ms: list[float] = []
         # About what one replay takes, in ms.
@@ -102,8 +104,9 @@ class Contestant:
         self._durations_ms += _replay_durations_ms(self._graph, replays)
 
     def close(self) -> None:
-        """Give the graph and its memory back; what was timed stays."""
+        """Give the graph and its memory back, and what the calls hold; what was timed stays."""
         self._graph.reset()
+        self._calls = ()
 
     @property
     def timing(self) -> Timing:

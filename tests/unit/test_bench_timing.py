@@ -1,6 +1,8 @@
 """The timing protocol on a scripted device: what runs when, what is timed, what the figures mean."""
 
 import functools
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -186,6 +188,25 @@ def test_few_slow_replays_are_at_least_as_many_as_alone(monkeypatch):
     contestant = timing.Contestant([lambda: None])
     timing.take_turns([contestant], turns=2, budget_ms=1.0)
     assert contestant.timing.replays >= timing.MIN_REPLAYS
+
+
+def test_what_calls_hold_lives_as_long_as_their_graph(monkeypatch):
+    ScriptedDevice(lambda replay: 1.0).install(monkeypatch)
+
+    class Plan:
+        def call(self):
+            """What a peer's calls do: its lists and workspace are in memory that goes with this."""
+
+    plan = Plan()
+    seen = weakref.ref(plan)
+    contestant = timing.Contestant([plan.call])
+    del plan
+    gc.collect()
+    assert seen() is not None
+    contestant.turn(1)
+    contestant.close()
+    gc.collect()
+    assert seen() is None and contestant.timing.sets == 1
 
 
 def test_eager_cost_separates_issue_from_completion(monkeypatch):
