@@ -308,8 +308,8 @@ SPARSE_DECODE_LAUNCHES: Knob[int | None] = Knob(
     "DSAGEN_SPARSE_DECODE_LAUNCHES",
     "1|2",
     None,
-    "1: combine splits of sparse_decode in the main kernel, where that can (body 'hopper', all its CTAs resident at "
-    "once); for tests. Default: what a choice table says, else 2.",
+    "1: launch 2, 4 or 8 splits of sparse_decode's body 'hopper' as a cluster that combines itself; other kernels and "
+    "split counts stay with two launches. Default: what a choice table says, else 2.",
     lambda text: int(_parse_choice(text, ("1", "2"))),
 )
 CHOICE_TABLE: Knob[str | None] = Knob(

@@ -96,11 +96,11 @@ class DecodeOps(OpMethods):
     ) -> tuple[SparseDecodePlan, SparseDecodePlan]:
         """Plans over one workspace: of calls by themselves, and of those right behind what makes their lists.
 
-        The two are one where launches are not to overlap, or CTAs wait for each other.
+        The two are one where launches are not to overlap.
         """
         kernels, chosen, shape = self._plan_parts(sizes, num_splits, ordinal)
         plan = self._make_plan(kernels, shape, chosen, workspace)
-        form = kernels.dependent(chosen.plan) if overlaps and not chosen.partition.one_launch else None
+        form = kernels.dependent(chosen.plan) if overlaps else None
         return plan, plan if form is None else self._make_plan(kernels, shape, chosen, workspace, form)
 
     def _plan_parts(
@@ -318,8 +318,7 @@ class DecodeOps(OpMethods):
         """A plan for one call of a graph. What comes after it in the graph may have its memory again."""
         kernels, device = self._on(key.ordinal), self._driver.torch_device(key.ordinal)
         shape = self._shape(key.batch, key.s_q, key.topk, key.extra_topk)
-        # Counters would have to outlive the call, as no memory of the graph does.
-        chosen = choose(self._judge(kernels, shape, key.num_splits, may_join=False))
+        chosen = choose(self._judge(kernels, shape, key.num_splits))
         size = chosen.partition.workspace_bytes
         workspace = None
         if size:
@@ -361,11 +360,9 @@ class DecodeOps(OpMethods):
         rows = require_int("batch", batch), require_int("s_q", s_q)
         return DecodeShape(*rows, self.spec.heads, require_int("topk", topk), extra_topk, self.spec.kv_heads)
 
-    def _judge(
-        self, kernels: DeviceKernels, shape: DecodeShape, num_splits: int | None, may_join: bool = True
-    ) -> tuple[Candidate, ...]:
+    def _judge(self, kernels: DeviceKernels, shape: DecodeShape, num_splits: int | None) -> tuple[Candidate, ...]:
         spec, sm_count = self.spec, kernels.facts.sm_count
-        options = num_splits, self._decide(kernels, shape), self._launches if may_join else 2
+        options = num_splits, self._decide(kernels, shape), self._launches
         return candidates(kernels.mains, shape, (spec.topk, spec.extra_topk), sm_count, spec.determinism, *options)
 
     def _decide(self, kernels: DeviceKernels, shape: DecodeShape) -> Decision:

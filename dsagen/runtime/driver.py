@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -78,7 +78,7 @@ class PointerField:
 @dataclass(frozen=True)
 class LaunchConfig:
     """One launch: `grid` CTAs in x, `threads` each, `cluster` of them in one. `overlaps_previous` asks for programmatic
-    stream serialisation, `cooperative` for all CTAs at once or an error.
+    stream serialisation.
 
     `pointers` are for a driver that keeps kernels to the memory of their call.
     """
@@ -90,7 +90,6 @@ class LaunchConfig:
     overlaps_previous: bool
     pointers: tuple[PointerField, ...] = field(default=(), repr=False, compare=False)
     cluster: int = 1
-    cooperative: bool = False
 
 
 # The tensors of a call that its argument block may point into. A CUDA device maps all memory and ignores them.
@@ -133,6 +132,9 @@ class Driver(Protocol):
         self, ordinal: int, kernel: Any, config: LaunchConfig, block: ArgumentBlock
     ) -> Callable[[Operands], None]:
         """A prepared launch of what `block` holds by then, called with a call's operands. It keeps the block."""
+
+    def most_clusters(self, ordinal: int, kernel: Any, config: LaunchConfig) -> int:
+        """How many clusters of a launch the device holds at once, 0 where it cannot hold one."""
 
     def launcher(self) -> Any:
         """The launcher in C on this driver, or None: then launches are made by `make_launch`."""
@@ -299,13 +301,7 @@ class CudaDriver:
         self, ordinal: int, kernel: Any, config: LaunchConfig, block: ArgumentBlock
     ) -> Callable[[Operands], None]:
         """A prepared cuLaunchKernelEx."""
-        launch = self._cuda.CUlaunchConfig()
-        launch.gridDimX, launch.gridDimY, launch.gridDimZ = config.grid, 1, 1
-        launch.blockDimX, launch.blockDimY, launch.blockDimZ = config.threads, 1, 1
-        launch.sharedMemBytes = config.smem_bytes
-        launch.hStream = config.stream
-        launch.attrs = self._launch_attributes(config)
-        launch.numAttrs = len(launch.attrs)
+        launch = self._launch_config(config)
         function, call, params = kernel.function, self._cuda.cuLaunchKernelEx, block.pointers_address
 
         # The default keeps the memory that the address leads to for as long as somebody may launch.
@@ -315,6 +311,22 @@ class CudaDriver:
             _check(self._cuda, "cuLaunchKernelEx", result)
 
         return run
+
+    def most_clusters(self, ordinal: int, kernel: Any, config: LaunchConfig) -> int:
+        """What the driver reckons from the kernel's resources and the multiprocessors of the context."""
+        alone = self._launch_config(replace(config, overlaps_previous=False))
+        with self._current(ordinal):
+            return int(self._call("cuOccupancyMaxActiveClusters", kernel.function, alone))
+
+    def _launch_config(self, config: LaunchConfig) -> Any:
+        launch = self._cuda.CUlaunchConfig()
+        launch.gridDimX, launch.gridDimY, launch.gridDimZ = config.grid, 1, 1
+        launch.blockDimX, launch.blockDimY, launch.blockDimZ = config.threads, 1, 1
+        launch.sharedMemBytes = config.smem_bytes
+        launch.hStream = config.stream
+        launch.attrs = self._launch_attributes(config)
+        launch.numAttrs = len(launch.attrs)
+        return launch
 
     def _launch_attributes(self, config: LaunchConfig) -> list[Any]:
         kinds, attributes = self._cuda.CUlaunchAttributeID, []
@@ -329,11 +341,6 @@ class CudaDriver:
             cluster.value.clusterDim.x = config.cluster
             cluster.value.clusterDim.y = cluster.value.clusterDim.z = 1
             attributes.append(cluster)
-        if config.cooperative:
-            together = self._cuda.CUlaunchAttribute()
-            together.id = kinds.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
-            together.value.cooperative = 1
-            attributes.append(together)
         return attributes
 
     def launcher(self) -> Any:

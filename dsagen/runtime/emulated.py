@@ -225,9 +225,7 @@ class EmulatorDriver:
                 config.smem_bytes,
                 memory,
                 seed=self.seed,
-                # CTAs that wait for each other take turns, which one thread of the host gives them.
-                resident=config.grid if config.cooperative else 1,
-                os_threads=1 if config.cooperative else self.threads,
+                os_threads=self.threads,
                 cluster=config.cluster if config.cluster > 1 else None,
                 races=self.races,
                 counters=self.options.counters,
@@ -236,6 +234,10 @@ class EmulatorDriver:
                 self.options.observe(EmulatedLaunch(kernel.symbol, config.grid, counts))
 
         return run
+
+    def most_clusters(self, ordinal: int, kernel: _Kernel, config: LaunchConfig) -> int:
+        """All of them: CTAs of a cluster are resident together in any case."""
+        return config.grid // config.cluster
 
     def launcher(self) -> None:
         """None: there is no CUDA driver to launch on."""

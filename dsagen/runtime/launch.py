@@ -11,15 +11,12 @@ from typing import Any, NoReturn
 
 import torch
 
-from dsagen import knobs
 from dsagen.errors import DeviceError, DsagenError
 from dsagen.runtime.blocks import ArgumentBlock, BlockLayout, Number
 from dsagen.runtime.driver import Driver, DriverError, LaunchConfig, Operands, PointerField
 from dsagen.runtime.loader import LoadedKernel
 from dsagen.runtime.tensors import span_bytes
 
-# What the driver answers when not all CTAs of a cooperative launch fit at once.
-TOO_LARGE = "CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE"
 # Launches kept ready; a serving process has a handful of batch sizes.
 _MAX_LAUNCHES = 64
 # Calls that the launcher in C remembers, for each op or plan. Past it, it begins anew.
@@ -46,11 +43,11 @@ class CallForm:
 
 @dataclass(frozen=True)
 class Step:
-    """One kernel of a call, with its grid in CTAs, which wait for each other where it is `cooperative`."""
+    """One kernel of a call, with its grid in CTAs, and how many of those are a cluster."""
 
     kernel: LoadedKernel
     grid: int
-    cooperative: bool = False
+    cluster: int = 1
 
 
 class KernelLaunch:
@@ -112,7 +109,7 @@ class OpLaunches:
         failed: Callable[[], None] = lambda: None,
     ) -> None:
         self._driver, self._form, self._debug_sync, self._failed = driver, form, debug_sync, failed
-        self._launches: OrderedDict[tuple[str, int, int, bool, int], KernelLaunch] = OrderedDict()
+        self._launches: OrderedDict[tuple[str, int, int, int, int], KernelLaunch] = OrderedDict()
         self._layouts: dict[str, BlockLayout] = {}
         self._lock = threading.Lock()
         # The debug knob waits between kernels, which the launcher in C does not.
@@ -205,8 +202,7 @@ class OpLaunches:
         block = layout.pack(values)
         addresses = tuple(self._addresses(plan.slug, config.pointers, values, call))
         extents = config.grid, config.threads, config.smem_bytes
-        how = config.overlaps_previous, config.cluster, config.cooperative
-        return function, *extents, *how, block, addresses
+        return function, *extents, config.overlaps_previous, config.cluster, block, addresses
 
     def _addresses(
         self, slug: str, pointers: Sequence[PointerField], values: Mapping[str, Number], call: tuple[Any, ...]
@@ -239,7 +235,7 @@ class OpLaunches:
 
     def _ready(self, step: Step, stream: int) -> KernelLaunch:
         kernel = step.kernel
-        key = (kernel.plan.slug, kernel.ordinal, step.grid, step.cooperative, stream)
+        key = (kernel.plan.slug, kernel.ordinal, step.grid, step.cluster, stream)
         launch = self._launches.get(key)
         if launch is None:
             block = ArgumentBlock(kernel.plan)
@@ -296,7 +292,7 @@ def launch_config(step: Step, stream: int) -> LaunchConfig:
         if field.ctype == "pointer"
     )
     extents = step.grid, plan.threads, plan.smem_bytes
-    return LaunchConfig(*extents, stream, plan.overlaps_previous, pointers, cooperative=step.cooperative)
+    return LaunchConfig(*extents, stream, plan.overlaps_previous, pointers, step.cluster)
 
 
 def failure_text(
@@ -308,12 +304,6 @@ def failure_text(
     debug_sync: bool,
 ) -> str:
     """What is said of a launch that the driver refuses."""
-    if error.code == TOO_LARGE:
-        hint = (
-            ". Its CTAs wait for each other, and this process may not use as many multiprocessors as the device has: "
-            f"set {knobs.SPARSE_DECODE_LAUNCHES.name}=2"
-        )
-        return f"{op}: {kernel.plan.slug} cannot be launched on device {kernel.ordinal}: {error} ({config}){hint}"
     hint = "" if debug_sync else ". An earlier kernel may be the cause: DSAGEN_DEBUG_SYNC=1 waits after each launch"
     arguments = ", ".join(f"{name}={value}" for name, value in values.items())
     return f"{op}: {kernel.plan.slug} failed on device {kernel.ordinal}: {error} ({config}; {arguments}){hint}"

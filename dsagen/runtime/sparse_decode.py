@@ -12,7 +12,7 @@ import torch
 
 from dsagen.errors import DsagenError, GuardError
 from dsagen.families.sparse_decode.choice import TENSOR_GUARDS, TENSOR_NAMES, check_columns
-from dsagen.families.sparse_decode.guards import WORKSPACE_GUARD
+from dsagen.families.sparse_decode.guards import CLUSTER_GUARD, WORKSPACE_GUARD
 from dsagen.families.sparse_decode.op import WORKSPACE_ALIGNMENT_BYTES, DecodePartition
 from dsagen.families.sparse_decode.rows import part_segments
 from dsagen.guard import check
@@ -23,7 +23,7 @@ from dsagen.runtime.decode_lists import list_strides, require_lists
 from dsagen.runtime.decode_outputs import output_strides
 from dsagen.runtime.device_memory import no_memory
 from dsagen.runtime.driver import Driver, Operands
-from dsagen.runtime.launch import CallForm, OpLaunches, OpRoutes, Step
+from dsagen.runtime.launch import CallForm, OpLaunches, OpRoutes, Step, launch_config
 from dsagen.runtime.loader import LoadedKernel
 from dsagen.runtime.tensors import (
     TensorRule,
@@ -93,7 +93,7 @@ _ADDRESSES: Mapping[str, str | tuple[str, ...]] = {
     "extra_kv_part": ("extra_kpe_cache", "extra_v_cache", "extra_k_cache"),
 }
 # A call is its tensors and the softmax scale, as given.
-FORM = CallForm(OP, DecodeTensors._fields, _OUTPUTS, 1, _ADDRESSES, frozenset({"lse_accum", "o_accum", "arrivals"}))
+FORM = CallForm(OP, DecodeTensors._fields, _OUTPUTS, 1, _ADDRESSES, frozenset({"lse_accum", "o_accum"}))
 
 
 @dataclass(frozen=True)
@@ -204,9 +204,6 @@ class SparseDecodePlan:
     Made by `Kernels.plan_sparse_decode`. The workspace's address never changes, so a captured CUDA graph may hold it;
     the plan must then outlive the graph. A plan belongs to the stream of its first launch, since its workspace cannot
     serve two calls at once: a launch on another stream is an error until `rebind()`.
-
-    Where the main kernel combines, the plan also has the counters for it. They are zeros between calls: the kernel
-    leaves them so. They are never in memory that the caller lends, which others may use between calls.
     """
 
     def __init__(
@@ -228,7 +225,6 @@ class SparseDecodePlan:
         self._driver, self._main = driver, main
         self.workspace = self._make_workspace(workspace, partition.workspace_bytes)
         self._lent = self.workspace if workspace is not None else None
-        self._counters, self._are_zeros = self._make_counters(partition.counter_bytes), True
         base = self.workspace.data_ptr() if self.workspace is not None else 0
         self._arguments: dict[str, Number] = {
             "num_splits": partition.num_splits,
@@ -237,9 +233,11 @@ class SparseDecodePlan:
             "group_heads": partition.group_heads,
             "lse_accum": base,
             "o_accum": base + partition.o_accum_offset_bytes if base else 0,
-            "arrivals": self._counters.data_ptr() if self._counters is not None else 0,
         }
-        self._steps = [Step(main, partition.main_ctas, cooperative=partition.one_launch)]
+        self._steps = [Step(main, partition.main_ctas, partition.cluster)]
+        if partition.one_launch:
+            clusters = driver.most_clusters(main.ordinal, main.handle, launch_config(self._steps[0], 0))
+            check([CLUSTER_GUARD], {"clusters": clusters, "num_splits": partition.num_splits}, self.main_slug)
         if combine is not None:
             self._steps.append(Step(combine, partition.combine_ctas))
         self._poisons = poisons
@@ -304,19 +302,11 @@ class SparseDecodePlan:
         check([WORKSPACE_GUARD], {**given, "needed_bytes": needed_bytes})
         return lent if needed_bytes else None
 
-    def _make_counters(self, needed_bytes: int) -> torch.Tensor | None:
-        if not needed_bytes:
-            return None
-        counters = self._new_workspace(needed_bytes, zero=True)
-        # The first call may come on another stream than the one that sets zeros.
-        self._driver.synchronize(self._main.ordinal, self._driver.current_stream(self._main.ordinal))
-        return counters
-
-    def _new_workspace(self, needed_bytes: int, zero: bool = False) -> torch.Tensor:
+    def _new_workspace(self, needed_bytes: int) -> torch.Tensor:
         try:
             # CUDA's allocations begin at such a multiple, those of the CPU need not.
             room = 0 if self.device.type == "cuda" else WORKSPACE_ALIGNMENT_BYTES
-            workspace = self._driver.allocate(self._main.ordinal, needed_bytes + room, zero=zero)
+            workspace = self._driver.allocate(self._main.ordinal, needed_bytes + room, zero=False)
         except RuntimeError as error:  # torch.OutOfMemoryError, and what the CPU's allocator raises
             advice = "plan a smaller batch or fewer splits"
             raise no_memory("workspace", needed_bytes, self.device, advice, error) from None
@@ -374,14 +364,9 @@ class SparseDecodePlan:
             if self._poisons and self.workspace is not None:
                 # All ones is a NaN.
                 self.workspace.fill_(255)
-            if self._counters is not None and not self._are_zeros:
-                self._counters.zero_()
-            operands: Operands = (*tensors, self.workspace, self._counters)
+            operands: Operands = (*tensors, self.workspace)
             call = (*tensors, softmax_scale)
-            # Until it has been launched: what ends midway may leave counts.
-            self._are_zeros = False
             self._launches.launch(self._steps, stream, values, operands, call, (*asked, softmax_scale))
-            self._are_zeros = True
 
     def serve(self, routes: OpRoutes, call: tuple[Any, ...]) -> None:
         """Let calls without a plan that are like one of mine come to me; `call` is as the routes take it."""
@@ -393,9 +378,8 @@ class SparseDecodePlan:
                 f"[T-10] plan: belongs to stream {self._stream:#x}, the current stream is {stream:#x}: make a plan for "
                 "each stream (and for each captured graph), or call plan.rebind() once the other stream's work is done"
             )
-        for memory in (self.workspace, self._counters):
-            if memory is not None:
-                self._driver.keep_for_stream(self._main.ordinal, memory)
+        if self.workspace is not None:
+            self._driver.keep_for_stream(self._main.ordinal, self.workspace)
         self._stream = stream
         self._launches.hold_stream(stream)
 

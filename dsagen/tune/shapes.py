@@ -112,6 +112,6 @@ def _split_counts(shape: DecodeShape, plan: KernelPlan, sm_count: int) -> list[i
     groups = judge_choice(plan, shape, (shape.topk, shape.extra_topk), sm_count, (1, 1)).partition
     load = split_load(shape, plan, sm_count, tiles, groups.head_groups)
     counts = sorted({-(-tiles // length) for length in range(1, tiles + 1)})
-    most = MOST_ROUNDS * groups.resident_ctas
+    most = MOST_ROUNDS * load.resident_ctas * sm_count
     kept = [count for count in counts if count == 1 or load.units * count <= most]
     return sorted(kept, key=lambda count: split_cost_us(load, count))

@@ -28,13 +28,15 @@
 //   Barrier 0   value warp 0 has initialised the others; the producers wait. Score and value warps meet it at barrier 2, when
 //               the query image is complete.
 //
-// Splits are combined by another kernel, or by the value warps of all splits: hopper_combine.cuh.
+// Splits are combined by another kernel, or, where those of a query token are a cluster, by their value warps:
+// hopper_combine.cuh.
 //
 // Rows without a valid id are zeros in shared memory, so that nothing stale meets a zero probability, unless their whole
 // stage has none: value warps skip it, and the scores made of it are replaced.
 #pragma once
 #include "prims/ptx/barrier_arrive.cuh"
 #include "prims/ptx/bulk.cuh"
+#include "prims/ptx/cluster.cuh"
 #include "prims/ptx/mbarrier.cuh"
 #include "prims/ptx/opaque.cuh"
 #include "prims/ptx/registers.cuh"
@@ -81,7 +83,9 @@ struct Hopper {
     } else {
       move_registers<C::kProducerRegisters>();
       run_producer(p, shared);
+      return;
     }
+    if (ptx::cluster_blocks() > 1) ClusterCombine<C, Shared, Params>(p, shared, warp_index(), lane_index()).run();
   }
 
  private:
@@ -95,7 +99,6 @@ struct Hopper {
     HopperValue<C, Shared, Encoding, ExtraEncoding, Params> value(p, shared, work, warp_index(), lane_index());
     value.run();
     value.write();
-    if (p.arrivals != nullptr) GridCombine<C, Params>(p, work, warp_index(), lane_index()).run();
   }
 
   static DSA_DEVICE void run_score(const Params& p, Shared& shared) {

@@ -1,11 +1,13 @@
 // The warpgroups that sum values in the Hopper body: O^T += V^T P^T, each for half of the dims and all heads.
 #pragma once
+#include "prims/ptx/cluster.cuh"
 #include "prims/ptx/convert.cuh"
 #include "prims/ptx/mbarrier.cuh"
 #include "prims/ptx/memory.cuh"
 #include "prims/ptx/thread.cuh"
 #include "prims/ptx/wgmma.cuh"
 #include "prims/tile/operand_image.cuh"
+#include "sparse_decode/hopper_combine.cuh"
 #include "sparse_decode/work.cuh"
 
 namespace sparse_decode {
@@ -53,13 +55,20 @@ struct HopperValue {
     }
   }
 
+  // A split of a cluster writes to its shared memory.
   DSA_DEVICE void write() {
     ptx::mbarrier_wait(ptx::shared_address(&shared.finished[0]), 0);  // the output factors are in head_value
-    if (work.tiles == 0 && p.num_splits > 1) return;  // the combine gives an empty split no weight and does not read it
+    const bool in_cluster = ptx::cluster_blocks() > 1;
+    if (in_cluster) ptx::barrier_sync(3, 32 * C::kValueWarps);  // B of hopper_combine.cuh
+    // Between launches an empty split has no weight and is not read.
+    if (work.tiles == 0 && p.num_splits > 1 && !in_cluster) return;
     scale_output(shared.head_value);
     if (p.num_splits > 1) {
-      float* target = p.o_accum + (work.partial_row(p) * p.heads + work.first_head) * C::kValueDims;
-      write_heads(target, static_cast<i64>(C::kValueDims), [](float* at, float a, float b) {
+      // Either memory by the same code: what runs once costs as much to fetch as to run.
+      using Partials = ClusterPartials<C, Shared>;
+      float* const partials = p.o_accum + (work.partial_row(p) * p.heads + work.first_head) * C::kValueDims;
+      const i64 head_stride = in_cluster ? Partials::kPitch : C::kValueDims;
+      write_heads(in_cluster ? Partials::output(shared) : partials, head_stride, [](float* at, float a, float b) {
         *reinterpret_cast<u64*>(at) = static_cast<u64>(ptx::bits_of(b)) << 32 | ptx::bits_of(a);
       });
     } else {

@@ -1,6 +1,7 @@
 // Softmax over scores that warpgroups hold as S^T, tokens by heads: the lazy reference, the sums, and their end.
 #pragma once
 #include "prims/ptx/barrier_arrive.cuh"
+#include "prims/ptx/cluster.cuh"
 #include "prims/ptx/convert.cuh"
 #include "prims/ptx/mbarrier.cuh"
 #include "prims/ptx/memory.cuh"
@@ -176,7 +177,9 @@ struct Softmax {
     const Work<C, Params> item(p);  // anew: kept over all tiles it would take registers of theirs
     if (h < item.heads(p)) {
       const int head = item.first_head + h;
-      if (p.num_splits > 1) {
+      if (ptx::cluster_blocks() > 1) {
+        shared.reference[h] = lse;  // for the splits of the cluster, which combine themselves
+      } else if (p.num_splits > 1) {
         p.lse_accum[item.partial_row(p) * p.heads + head] = lse;
       } else {
         if (p.attn_sink != nullptr && !empty) scale /= 1.0f + ptx::exp2_approx(p.attn_sink[head] * kLog2E - lse);

@@ -44,7 +44,7 @@ class Kernel:
         memory: Memory,
         seed: int = 0,
         schedule: str | None = None,
-        resident: int = 1,
+        cluster: int = 1,
     ) -> Counts:
         block = bytearray(self.plan.params_bytes)
         for field in self.plan.params:
@@ -54,8 +54,7 @@ class Kernel:
         plan = self.plan
         return emulator.launch(
             self.ptx, plan.symbol, grid, plan.threads, bytes(block), plan.smem_bytes, memory,
-            seed=seed, schedule=schedule, os_threads=1 if resident > 1 else 2, instruction_limit=1 << 24,
-            resident=resident,
+            seed=seed, schedule=schedule, os_threads=2, instruction_limit=1 << 24, cluster=cluster,
         )  # fmt: skip
 
 
@@ -99,15 +98,11 @@ def reference_of(case: DecodeCase, fmt: str, heads: int, extra: str | None = Non
 
 @dataclass(frozen=True)
 class Run:
-    """Results of a call, bf16 out [b, s_q, h, d_v] and fp32 lse [b, h, s_q], and what the main kernel did.
-
-    `arrivals` are the counters of splits that combine themselves, as they are left.
-    """
+    """Results of a call, bf16 out [b, s_q, h, d_v] and fp32 lse [b, h, s_q], and what the main kernel did."""
 
     out: torch.Tensor
     lse: torch.Tensor
     counts: Counts
-    arrivals: torch.Tensor
 
 
 def run(
@@ -123,19 +118,17 @@ def run(
     page_stride_bytes: int | None = None,
     extra: str | None = None,
     joins: bool = False,
-    resident: int | None = None,
 ) -> Run:
-    """Main and, for several splits, combine, unless they are to be joined in the main kernel.
+    """Main and, for several splits, combine, unless they are to be joined in the main kernel, as a cluster.
 
     `main` and `combine` replace the kernels that would be compiled. With a `page_stride_bytes` the cache's pages lie so
-    far apart, with nothing in between. `extra` is the format of the second cache, for a case that has one. Where splits
-    are joined, `resident` CTAs take turns, all unless given.
+    far apart, with nothing in between. `extra` is the format of the second cache, for a case that has one.
     """
     record = kv_format(fmt)
     inputs = inputs_of(case, fmt, heads, extra)
     main = main or main_kernel(fmt, heads, arch)
     shape = DecodeShape(case.batch, case.s_q, heads, case.topk, case.extra_topk)
-    part = partition(shape, main.plan, 132, "off", splits)
+    part = partition(shape, main.plan, 132, "off", splits, joins)
     memory = Memory()
     out = torch.full((case.batch, case.s_q, heads, record.d_v), math.nan, dtype=torch.bfloat16)
     lse = torch.full((case.batch, case.s_q, heads), math.nan)
@@ -147,32 +140,28 @@ def run(
         "attn_sink": 0 if inputs.attn_sink is None else memory.add("attn_sink", inputs.attn_sink, writable=False),
         "lse_unit": math.log(2), "empty_lse": math.inf, "lse_accum": 0, "o_accum": 0,
     }  # fmt: skip
-    if splits > 1:
+    if part.combine_ctas:
         partials = (
             torch.full((part.rows, splits, heads), math.nan),
             torch.full((part.rows, splits, heads, record.d_v), math.nan),
         )
         values |= {name: memory.add(name, t, initialised=False) for name, t in zip(PARTIALS, partials, strict=True)}
-    arrivals = torch.zeros(part.rows, part.head_groups, 2, dtype=torch.int32)
     arguments = {
         **values,
         "q": memory.add("q", _base(inputs.q), writable=False), **_strides("q", inputs.q),
         "head_groups": part.head_groups, "group_heads": part.group_heads,
         "scale_log2": inputs.sm_scale * math.log2(math.e),
-        "arrivals": memory.add("arrivals", arrivals) if joins else 0,
     }  # fmt: skip
     for prefix, source in zip(("", "extra_"), inputs.sources, strict=False):
         arguments |= _place_source(memory, prefix, source)
     if page_stride_bytes is not None:
         arguments |= _spread_pages(memory, *inputs.caches.values(), stride=page_stride_bytes)
-    counts = main.launch(
-        part.main_ctas, arguments, memory, seed, schedule, (resident or part.main_ctas) if joins else 1
-    )
-    if splits > 1 and not joins:
+    counts = main.launch(part.main_ctas, arguments, memory, seed, schedule, part.cluster)
+    if part.combine_ctas:
         combine = combine or combine_kernel(record.d_v, arch)
         overlaps = combine.plan.overlaps_previous
         combine.launch(part.combine_ctas, values, memory.after(*PARTIALS) if overlaps else memory, seed, schedule)
-    return Run(out, lse, counts, arrivals)
+    return Run(out, lse, counts)
 
 
 def _place_source(memory: Memory, prefix: str, source: Source) -> dict[str, float]:
@@ -219,8 +208,6 @@ def _strides(name: str, tensor: torch.Tensor) -> dict[str, int]:
 
 def problem(case: DecodeCase, fmt: str, found: Run, extra: str | None = None) -> str:
     """What is wrong with the results, empty when nothing is."""
-    if found.arrivals.any():
-        return f"counters are left: {found.arrivals.tolist()}"
     record = kv_format(fmt)
     want = reference_of(case, fmt, found.out.shape[2], extra)
     rows = case.batch * case.s_q

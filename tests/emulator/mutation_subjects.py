@@ -162,11 +162,12 @@ def _run_main(kernel: Kernel, attempt: Attempt) -> str:
     extra = str(dict(variant.axes)["xkv"]) if "xkv" in dict(variant.axes) else None
     if extra is not None:
         case = replace(case, extra=_EXTRA)
-    splits = 1 + attempt.seed % 3 // 2
-    joins = variant.body == hopper.BODY and attempt.seed % 6 == 5
+    splits, joins = 1 + attempt.seed % 3 // 2, 1
+    if variant.body == hopper.BODY:
+        joins = (1, 8, 1, 2, 1, 4)[attempt.seed % 6]
     found = decode.run(
-        case, fmt, heads, variant.arch, splits + joins, attempt.seed,
-        main=kernel, schedule=attempt.schedule, extra=extra, joins=joins,
+        case, fmt, heads, variant.arch, max(splits, joins), attempt.seed,
+        main=kernel, schedule=attempt.schedule, extra=extra, joins=joins > 1,
     )  # fmt: skip
     return decode.problem(case, fmt, found, extra)
 

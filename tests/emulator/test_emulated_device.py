@@ -65,7 +65,7 @@ def test_sparse_decode(num_splits: int) -> None:
 
 
 def test_splits_that_combine_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One cooperative launch a call, again and again with the same counters, and the bits of two launches."""
+    """One launch of clusters a call, and the bits of two launches."""
     monkeypatch.setenv("DSAGEN_SPARSE_DECODE_BODY", "hopper")
     found = {}
     for launches in (1, 2):

@@ -6,6 +6,7 @@ fences and probabilities are tried here.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import decode
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from dsagen.check.cases import DecodeCase, ExtraCase, Ids, Lengths, Values
-from dsagen.errors import EmulatorError
+from dsagen.plan import round_up
 
 pytestmark = pytest.mark.compile
 
@@ -61,17 +62,19 @@ def test_results_do_not_depend_on_the_schedule(schedule: str) -> None:
         assert first.lse.equal(again.lse)
 
 
-# As many splits as two rounds of loads, with one that has no token; more units of heads and dims than warps.
+# Of units of heads and dims a warp has one or several, of one head or of two, or none; splits without a token.
 JOINED = (
     ("v32", 16, 2, replace(CASE, batch=2, topk=300)),
-    ("v4", 24, 5, CASE),
-    ("v32", 8, 19, replace(CASE, topk=1216, lengths=Lengths.PER_REQUEST)),
+    ("v41_interleaved", 32, 2, replace(CASE, topk=300)),
+    ("v4", 24, 4, replace(CASE, batch=2, sink=False)),
+    ("v32", 16, 8, replace(CASE, topk=512, lengths=Lengths.PER_REQUEST)),
+    ("v32", 5, 8, replace(CASE, topk=512)),
 )
 
 
 @pytest.mark.parametrize(("fmt", "heads", "splits", "case"), JOINED)
 def test_one_launch_gives_the_bits_of_two(fmt: str, heads: int, splits: int, case: DecodeCase) -> None:
-    main = decode.main_kernel(fmt, heads, ARCH, "hopper")
+    main = decode.main_kernel(fmt, round_up(heads, 8), ARCH, "hopper")
     two = decode.run(case, fmt, heads, ARCH, splits=splits, main=main)
     one = decode.run(case, fmt, heads, ARCH, splits=splits, main=main, joins=True, seed=7)
     assert decode.problem(case, fmt, one) == ""
@@ -79,15 +82,23 @@ def test_one_launch_gives_the_bits_of_two(fmt: str, heads: int, splits: int, cas
     assert one.lse.equal(two.lse)
 
 
+def test_a_split_of_no_weight_is_no_part_of_one_launch() -> None:
+    """Its scores are all -inf, and its sums NaN."""
+    case = DecodeCase("no weight", batch=1, s_q=1, kv_tokens=128, topk=128, page_size=64)
+    inputs = decode.inputs_of(case, "bf16", 8, None)  # those that a run takes
+    inputs.indices[:] = torch.arange(128, dtype=torch.int32)
+    rows = inputs.caches["k_cache"].view(-1, 576)
+    rows[:] = 0.5
+    rows[64:, 5] = math.inf
+    inputs.q[..., 5] = -1.0
+    main = decode.main_kernel("bf16", 8, ARCH, "hopper")
+    two, one = (decode.run(case, "bf16", 8, ARCH, splits=2, main=main, joins=joins) for joins in (False, True))
+    assert one.out.isfinite().all() and one.lse.isfinite().all()
+    assert one.out.equal(two.out) and one.lse.equal(two.lse)
+
+
 def test_rows_without_a_token_in_one_launch() -> None:
     case = replace(CASE, topk=250, ids=Ids.ALL_INVALID)
     main = decode.main_kernel("v32", 16, ARCH, "hopper")
-    found = decode.run(case, "v32", 16, ARCH, splits=3, main=main, joins=True)
+    found = decode.run(case, "v32", 16, ARCH, splits=4, main=main, joins=True)
     assert decode.problem(case, "v32", found) == ""
-
-
-def test_splits_that_are_not_all_resident_stand_still() -> None:
-    """What a cooperative launch is for: the driver refuses such a grid."""
-    main = decode.main_kernel("v32", 16, ARCH, "hopper")
-    with pytest.raises(EmulatorError, match="wait for more need resident=3"):
-        decode.run(replace(CASE, topk=250), "v32", 16, ARCH, splits=3, main=main, joins=True, resident=2)

@@ -109,11 +109,6 @@ EQUIVALENTS = (
         "in PTX the operands of every unit are registers of their own; the wait lets ptxas use a unit's again",
     ),
     Equivalent(
-        _HOPPER, ("relaxed",), ("if (ptx::global_fetch_add_ordered(counters + 1, 1) ",),
-        "a split counts itself once it has read that all have arrived, and reads no more; the order is for the letter "
-        "of the memory model, since clearing is weak",
-    ),
-    Equivalent(
         "indexer_logits-main-hopper-*", ("relaxed",), ("ptx::mbarrier_arrive_expect(barrier, ",),
         "what lane 0 stores is read by its own warp, which meets in a barrier between filling a place of its ring and "
         "taking from it",

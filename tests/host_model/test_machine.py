@@ -203,7 +203,7 @@ def test_exponential_and_logarithm() -> None:
 # Nor does it run CTAs that wait for each other.
 ON_THE_EMULATOR = (
     "barrier_arrive.cuh",
-    "grid_sync.cuh",
+    "cluster.cuh",
     "store_matrix.cuh",
     "wgmma.cuh",
     "wgmma_e4m3.cuh",

@@ -46,7 +46,7 @@ def inputs(batch: int, seed: int) -> tuple[torch.Tensor, ...]:
     return tuple(tensor.cuda() for tensor in (q, cache, ids))
 
 
-@pytest.mark.parametrize(("batch", "splits"), [(1, 32), (4, 32), (16, 8), (64, 2)])
+@pytest.mark.parametrize(("batch", "splits"), [(1, 8), (4, 4), (16, 8), (64, 2)])
 def test_one_launch_gives_the_bits_of_two_again_and_again(
     batch: int, splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -66,12 +66,12 @@ def test_one_launch_gives_the_bits_of_two_again_and_again(
             out.fill_(7)
             graph.replay()
             assert out.equal(wanted[0]) and lse.equal(wanted[1])
-    assert plan._counters is not None and not plan._counters.any()
+    assert plan.workspace is None
 
 
 def test_a_second_stream_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = load(monkeypatch, 1)
-    plan, tensors = kernels.plan_sparse_decode(1, 1, TOPK), inputs(1, 0)
+    plan, tensors = kernels.plan_sparse_decode(1, 1, TOPK, num_splits=8), inputs(1, 0)
     kernels.sparse_decode(*tensors, plan=plan)
     with torch.cuda.stream(torch.cuda.Stream()), pytest.raises(GuardError, match="T-10"):  # type: ignore[no-untyped-call]
         kernels.sparse_decode(*tensors, plan=plan)

@@ -33,6 +33,7 @@ class FakeDriver:
     stream: int = 0
     capturing: bool = False
     capture: int = 1
+    clusters: int = 16
     attributes_of: KernelAttributes = GOOD
     load_error: str = ""
     launch_error: str = ""
@@ -106,6 +107,9 @@ class FakeDriver:
             self.launches.append(Record(kernel, config, ctypes.string_at(address, self.block_bytes[kernel])))
 
         return run
+
+    def most_clusters(self, ordinal: int, kernel: str, config: LaunchConfig) -> int:
+        return self.clusters
 
     def launcher(self):
         return None

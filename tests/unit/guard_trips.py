@@ -105,11 +105,18 @@ TRIPS: dict[str, dict[str, Trip]] = {
             {"main_ctas": 2**31 - 1},
         ),
         "SD-29": Trip(
-            {"launches": 1, "num_splits": 4, "can_join": 1, "main_ctas": 133, "resident_ctas": 132},
-            "[SD-29] one launch: 133 CTAs wait for each other, which this kernel can: 1, and the device holds 132 at "
-            "once: use two launches, fewer splits or a smaller batch",
-            "(launches == 2 || num_splits == 1 || (can_join == 1 && main_ctas <= resident_ctas))",
-            {"main_ctas": 132},
+            {"launches": 1, "num_splits": 5, "can_join": 1},
+            "[SD-29] one launch: 5 splits (can_join 1): take two launches, or 2, 4 or 8 splits of body hopper",
+            "(launches == 2 || num_splits == 1 || (can_join == 1 && (8 % num_splits) == 0))",
+            {"num_splits": 4},
+        ),
+        "SD-30": Trip(
+            {"clusters": 0},
+            "[SD-30] one launch: this process may use too few multiprocessors of the device for a cluster of 8 CTAs: "
+            "set DSAGEN_SPARSE_DECODE_LAUNCHES=2",
+            "clusters >= 1",
+            {"clusters": 1},
+            {"num_splits": 8},
         ),
         "SD-09": Trip(
             {"pool_tokens": 2**31},

@@ -99,6 +99,13 @@ int cuLaunchKernelEx(const LaunchConfig* c, void* function, void** params, void*
   SAY("params %.11s", (const char*)params[0]);
   return result("cuLaunchKernelEx");
 }
+int cuOccupancyMaxActiveClusters(int* count, void* function, const LaunchConfig* c) {
+  const int* words = c->attributes[0].value.words;
+  SAY("clusters of %p grid %u block %u smem %u attributes %u: %d = %d %d %d current %p", function, c->grid[0], c->block[0],
+      c->smem_bytes, c->attribute_count, c->attributes[0].id, words[0], words[1], words[2], current);
+  *count = 16;
+  return result("cuOccupancyMaxActiveClusters");
+}
 int cuGetErrorName(int error, const char** text) { (void)error; *text = "NAME"; return 0; }
 int cuGetErrorString(int error, const char** text) { (void)error; *text = "stub text"; return 0; }
 

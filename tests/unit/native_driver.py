@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 COMPILER = shutil.which("gcc") or shutil.which("cc")
 CONTEXT = 0x1000
 LAUNCH_FAILED = 719
-OVERLAPS, CLUSTER, COOPERATIVE = 6, 4, 2
+OVERLAPS, CLUSTER = 6, 4
 
 
 class _Record(ctypes.Structure):
@@ -32,7 +32,7 @@ class _Record(ctypes.Structure):
         ("block", ctypes.c_uint * 3),
         ("shared_bytes", ctypes.c_uint),
         ("attribute_count", ctypes.c_uint),
-        ("attributes", (ctypes.c_uint * 4) * 3),
+        ("attributes", (ctypes.c_uint * 4) * 2),
         ("block_bytes", ctypes.c_uint),
         ("bytes", ctypes.c_ubyte * 1024),
     )
@@ -118,7 +118,6 @@ class NativeFakeDriver(FakeDriver):
                 found.stream or 0,
                 attributes.get(OVERLAPS, (0,))[0] == 1,
                 cluster=attributes.get(CLUSTER, (1,))[0],
-                cooperative=attributes.get(COOPERATIVE, (0,))[0] == 1,
             )
             self._recorded.append(Record(symbols[found.function], config, bytes(found.bytes[: found.block_bytes])))
         return self._recorded

@@ -18,7 +18,7 @@ from dsagen.families.sparse_decode.choice_table import (
     shipped_folder,
 )
 from dsagen.families.sparse_decode.family import FAMILY, with_all_bodies
-from dsagen.families.sparse_decode.op import COUNTERS_BYTES, DecodeShape
+from dsagen.families.sparse_decode.op import DecodeShape
 from dsagen.plan import Variant
 from dsagen.render import render
 from dsagen.slug import parse_slug
@@ -166,25 +166,32 @@ def test_given_splits_override_a_row_s():
     assert chosen.partition.why == "given by the caller"
 
 
-def test_one_launch_is_for_grids_that_are_resident():
-    one = replace(ROW, launches=1)
+@pytest.mark.parametrize("splits", [2, 4, 8])
+def test_one_launch_is_for_splits_that_can_be_a_cluster(splits):
+    two = replace(ROW, num_splits=splits)
+    one = replace(two, launches=1)
     part = choose(judged(decide(one))).partition
-    assert part.one_launch and part.combine_ctas == 0 and part.counter_bytes == 3 * COUNTERS_BYTES
-    assert not choose(judged(decide(one), launches=2)).partition.one_launch
-    assert choose(judged(decide(ROW), launches=1)).partition.one_launch
-    many = DecodeShape(5, 1, 16, 2048)
-    found = judged(decide(replace(one, tokens=(5, 5)), shape=many), many)
-    assert "[SD-29] one launch: 160 CTAs wait for each other" in found[0].refusals[0]
-    assert "which this kernel can: 1, and the device holds 132 at once" in found[0].refusals[0]
+    assert (part.one_launch, part.cluster, part.main_ctas) == (True, splits, 3 * splits)
+    assert (part.combine_ctas, part.workspace_bytes) == (0, 0)
+    part = choose(judged(decide(one), launches=2)).partition
+    assert (part.one_launch, part.cluster, part.combine_ctas) == (False, 1, 3 * 16) and part.workspace_bytes > 0
+    assert choose(judged(decide(two), launches=1)).partition.one_launch
+
+
+def test_other_splits_take_two_launches():
+    found = judged(decide(replace(ROW, launches=1)))
+    assert found[0].refusals[0].startswith("[SD-29] one launch: 32 splits (can_join 1): ")
     assert choose(found).plan == PORTABLE
+    # The knob asks where it is possible.
+    chosen = choose(judged(decide(ROW), launches=1))
+    assert (chosen.plan, chosen.partition.num_splits, chosen.partition.one_launch) == (HOPPER, 32, False)
 
 
 def test_only_a_body_that_can_join_is_asked_to():
-    row = replace(ROW, kernel=PORTABLE.slug, text=text_of(PORTABLE), launches=1)
+    row = replace(ROW, kernel=PORTABLE.slug, text=text_of(PORTABLE), num_splits=4, launches=1)
     found = judged(decide(row))
-    assert "which this kernel can: 0" in found[0].refusals[0]
-    # The knob asks where it is possible.
-    assert [c.partition.one_launch for c in judged(decide(), launches=1)] == [False, True]
+    assert "4 splits (can_join 0)" in found[0].refusals[0]
+    assert [c.partition.one_launch for c in judged(decide(), num_splits=4, launches=1)] == [False, True]
 
 
 def test_explain_and_doctor_show_what_decides_and_what_does_not(table, capsys):

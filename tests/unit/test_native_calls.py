@@ -22,7 +22,7 @@ def test_kernels_of_several_devices_run_in_their_contexts():
     driver.block_bytes["kernel"] = 8
     function, _ = driver.handles(0, "kernel")
     calls = driver.launcher().calls(1, 1, 0, 9, print)
-    row = ((function, 1, 32, 0, False, 1, False, bytes(8), ((0, 0, 0),)),)
+    row = ((function, 1, 32, 0, False, 1, bytes(8), ((0, 0, 0),)),)
     tensor = ints(4)
     for device in (0, 1):
         assert calls.remember((tensor, device), CONTEXT + device, row, (), tuple)
@@ -37,7 +37,7 @@ def test_kernels_of_several_devices_run_in_their_contexts():
 def test_a_table_that_is_full_begins_anew():
     launcher = recording_cuda().launcher
     calls = launcher.calls(1, 1, 0, 3, print)
-    tensor, launch = ints(1), (1 << 40, 1, 32, 0, False, 1, False, bytes(8), ((0, 0, 0),))
+    tensor, launch = ints(1), (1 << 40, 1, 32, 0, False, 1, bytes(8), ((0, 0, 0),))
     for number in range(5):
         assert calls.remember((tensor, number), 1, (launch,), (), tuple) is True
         assert len(calls) == (number % 3) + 1
@@ -50,10 +50,10 @@ def test_a_table_that_is_full_begins_anew():
     ("launches", "message"),
     [
         ((), "0 launches, expected 1 to 4"),
-        (((1, 1, 32, 0, False, 1, False, bytes(2000), ()),), "an argument block of 2000 B"),
-        (((1, 1, 32, 0, False, 1, False, bytes(8), ((1, 0, 0),)),), "address of tensor 0 at byte 1"),
-        (((1, 1, 32, 0, False, 1, False, bytes(8), ((0, 1, 0),)),), "address of tensor 1 at byte 0"),
-        (((1, 1, 32, 0, False, 1, False, bytes(8), ((-1, 0, 0),)),), "address of tensor 0 at byte -1"),
+        (((1, 1, 32, 0, False, 1, bytes(2000), ()),), "an argument block of 2000 B"),
+        (((1, 1, 32, 0, False, 1, bytes(8), ((1, 0, 0),)),), "address of tensor 0 at byte 1"),
+        (((1, 1, 32, 0, False, 1, bytes(8), ((0, 1, 0),)),), "address of tensor 1 at byte 0"),
+        (((1, 1, 32, 0, False, 1, bytes(8), ((-1, 0, 0),)),), "address of tensor 0 at byte -1"),
     ],
 )
 def test_launches_that_do_not_fit_are_refused(launches, message):
@@ -69,7 +69,7 @@ def test_an_address_may_lie_inside_of_a_tensor():
     function, context = driver.handles(0, "kernel")
     calls = driver.launcher().calls(2, 0, 0, 3, print)
     first = ints(8), ints(8)
-    row = (function, 1, 32, 0, False, 1, False, bytes(16), ((0, 0, 0), (8, 1, 20)))
+    row = (function, 1, 32, 0, False, 1, bytes(16), ((0, 0, 0), (8, 1, 20)))
     assert calls.remember(first, context, (row,), (), tuple)
     second = ints(8), ints(8)
     assert calls.repeat(*second)
@@ -77,17 +77,16 @@ def test_an_address_may_lie_inside_of_a_tensor():
     assert struct.unpack("<QQ", record.block) == (second[0].data_ptr(), second[1].data_ptr() + 20)
 
 
-@pytest.mark.parametrize("cooperative", [False, True])
-def test_clusters_and_cooperation_reach_the_driver(cooperative):
+def test_clusters_reach_the_driver():
     driver = NativeFakeDriver()
     driver.block_bytes["kernel"] = 8
     function, context = driver.handles(0, "kernel")
     calls = driver.launcher().calls(1, 0, 0, 3, print)
-    assert calls.launch(5, context, ((function, 6, 32, 100, True, 2, cooperative, bytes(range(8)), ()),), ()) is True
+    assert calls.launch(5, context, ((function, 6, 32, 100, True, 2, bytes(range(8)), ()),), ()) is True
     (record,) = driver.launches
     config = record.config
     assert (config.grid, config.threads, config.smem_bytes, config.stream) == (6, 32, 100, 5)
-    assert (config.overlaps_previous, config.cluster, config.cooperative) == (True, 2, cooperative)
+    assert (config.overlaps_previous, config.cluster) == (True, 2)
     assert record.block == bytes(range(8))
 
 

@@ -419,7 +419,7 @@ def test_nothing_is_kept_of_what_an_entrance_takes(entered):
     assert after == table and len(entered) == 1
 
 
-LAUNCH = (1 << 40, 1, 32, 0, False, 1, False, bytes(8), ((0, 0, 0),))
+LAUNCH = (1 << 40, 1, 32, 0, False, 1, bytes(8), ((0, 0, 0),))
 
 
 @pytest.mark.parametrize(

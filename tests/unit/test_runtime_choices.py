@@ -1,4 +1,4 @@
-"""What choice tables and the launches' knob make of calls: kernels, splits, cooperative launches and their counters."""
+"""What choice tables and the launches' knob make of calls: kernels, splits, and splits that are clusters."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ from dsagen.build.bundle import Bundle
 from dsagen.check.cases import DecodeCase
 from dsagen.check.probes import CaseRun
 from dsagen.check.run import KernelCache, run_case
-from dsagen.errors import DeviceError, TableError
+from dsagen.errors import GuardError, TableError
 from dsagen.families.sparse_decode.choice_table import ChoiceRow
 from dsagen.families.sparse_decode.family import with_all_bodies
 from dsagen.matrix import Matrix, expand
 from dsagen.render import render
 from dsagen.runtime.api import Kernels
 from dsagen.runtime.bundled import BundledCode
-from dsagen.runtime.driver import DriverError
-from dsagen.runtime.launch import failure_text, launch_config
 from dsagen.runtime.sparse_decode import DecodeTensors
 from dsagen.spec import load_spec
 
@@ -73,12 +71,11 @@ def test_a_row_decides_kernel_splits_and_launches(table):
         kernels.sparse_decode(*tensors, plan=plan)
     assert len(driver.launches) == 3
     for record in driver.launches:
-        assert (record.symbol, record.config.grid, record.config.cooperative) == (HOPPER.symbol, 6 * 4, True)
+        assert (record.symbol, record.config.grid, record.config.cluster) == (HOPPER.symbol, 6 * 4, 4)
+        assert record.config.overlaps_previous
         block = unpack(record.block, HOPPER)
-        assert block["arrivals"] == plan._counters.data_ptr()
-        assert block["lse_accum"] == plan.workspace.data_ptr()
-    assert plan._counters.numel() == 6 * 8 and not plan._counters.any()
-    assert any(kept is plan._counters for kept in driver.kept)
+        assert (block["lse_accum"], block["o_accum"], block["num_splits"]) == (0, 0, 4)
+    assert plan.workspace is None and kernels.sparse_decode_workspace_bytes(*SHAPE) == 0
     assert f"chosen: {HOPPER.slug}" in kernels.explain(batch=2, s_q=3, topk=200)
 
 
@@ -105,7 +102,7 @@ def test_shapes_that_no_row_covers_stay_as_they_were(table):
     plan = kernels.plan_sparse_decode(3, 3, 200)
     assert "-mma_sync-" in plan.main_slug
     kernels.sparse_decode(*inputs(batch=3), plan=plan)
-    assert not any(record.config.cooperative for record in driver.launches)
+    assert all(record.config.cluster == 1 for record in driver.launches)
     assert "untuned: no measured table for this device" in kernels.explain(batch=3, s_q=3, topk=200)
 
 
@@ -133,62 +130,26 @@ def test_the_launches_knob_overrides_a_row(table, monkeypatch):
     monkeypatch.setenv("DSAGEN_SPARSE_DECODE_LAUNCHES", "2")
     driver, kernels = make()
     plan = kernels.plan_sparse_decode(*SHAPE)
-    assert (plan.main_slug, plan.num_splits, plan.launches, plan._counters) == (HOPPER.slug, 4, 2, None)
+    assert (plan.main_slug, plan.num_splits, plan.launches) == (HOPPER.slug, 4, 2)
     kernels.sparse_decode(*inputs(), plan=plan)
     first, second = driver.launches
-    assert unpack(first.block, HOPPER)["arrivals"] == 0 and not first.config.cooperative
+    assert unpack(first.block, HOPPER)["lse_accum"] == plan.workspace.data_ptr() and first.config.cluster == 1
     assert second.config.overlaps_previous
 
 
-def test_lent_memory_holds_no_counters(table):
-    _, kernels = make()
-    size = kernels.sparse_decode_workspace_bytes(*SHAPE)
-    lent = torch.empty(size + 256, dtype=torch.uint8)
-    lent = lent[-lent.data_ptr() % 256 :][:size].fill_(7)
-    plan = kernels.plan_sparse_decode(*SHAPE, workspace=lent)
-    assert (plan.launches, bool((lent == 7).all())) == (1, True)
-    first, last = lent.data_ptr(), lent.data_ptr() + lent.numel()
-    assert not first <= plan._counters.data_ptr() < last
-
-
-def test_poison_does_not_reach_the_counters(table, monkeypatch):
-    monkeypatch.setenv("DSAGEN_POISON_WORKSPACE", "1")
-    _, kernels = make()
-    plan = kernels.plan_sparse_decode(*SHAPE)
-    kernels.sparse_decode(*inputs(), plan=plan)
-    assert bool((plan.workspace == 255).all()) and not plan._counters.any()
-
-
-def test_counters_are_cleared_after_a_call_that_ended_midway(table, monkeypatch):
-    driver, kernels = make()
-    plan = kernels.plan_sparse_decode(*SHAPE)
-    monkeypatch.setattr(plan._launches, "launch", lambda *_: (_ for _ in ()).throw(DeviceError("midway")))
-    plan._counters.fill_(3)
-    with pytest.raises(DeviceError, match="midway"):
-        kernels.sparse_decode(*inputs(), plan=plan)
-    monkeypatch.undo()
-    kernels.sparse_decode(*inputs(), plan=plan)
-    assert not plan._counters.any() and len(driver.launches) == 1
-
-
-def test_a_grid_that_the_process_may_not_hold_names_the_way_out(table):
-    driver = FakeDriver()
+def test_a_device_that_holds_no_cluster_names_the_way_out(table):
+    driver = FakeDriver(clusters=0)
     kernels = Kernels(SPEC, open_driver=lambda: driver, read=fake_cubins)
-    plan = kernels.plan_sparse_decode(*SHAPE)
-    error = DriverError("cuLaunchKernelEx", "CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE", "too many blocks")
-    step = plan._steps[0]
-    text = failure_text("sparse_decode", step.kernel, launch_config(step, 0), {}, error, debug_sync=False)
-    assert text.endswith("set DSAGEN_SPARSE_DECODE_LAUNCHES=2") and "cooperative=True" in text
+    with pytest.raises(GuardError, match=r"SD-30.*a cluster of 4 CTAs: set DSAGEN_SPARSE_DECODE_LAUNCHES=2"):
+        kernels.plan_sparse_decode(*SHAPE)
 
 
-def test_a_graph_s_own_plan_takes_two_launches(table):
-    """Its memory may be used again by what comes later in the graph."""
+def test_a_graph_s_own_plan_is_a_cluster_too(table):
     driver, kernels = make()
     kernels.prepare()
     driver.capturing = True
     kernels.decode_with_shared_plan(DecodeTensors(*inputs()), None, may_plan_in_capture=True)
-    assert [record.config.cooperative for record in driver.launches] == [False, False]
-    assert driver.launches[0].symbol == HOPPER.symbol
+    assert [record.config.cluster for record in driver.launches] == [4]
 
 
 def test_a_choice_is_planned_whatever_tables_say(table):

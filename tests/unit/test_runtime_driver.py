@@ -50,9 +50,9 @@ def fail(code, *_):
 
 calls = driver.launcher().calls(1, 0, 0, 9, fail)
 for overlaps in (False, True):
-    for cluster, cooperative in ((1, False), (2, False), (1, True)):
-        config = LaunchConfig(8, 256, 199424, 0x77, overlaps, cluster=cluster, cooperative=cooperative)
-        row = (function, 8, 256, 199424, overlaps, cluster, cooperative, b"hello block", ())
+    for cluster in (1, 2):
+        config = LaunchConfig(8, 256, 199424, 0x77, overlaps, cluster=cluster)
+        row = (function, 8, 256, 199424, overlaps, cluster, b"hello block", ())
         for way in (
             lambda: driver.make_launch(1, kernel, config, Block())(()),
             lambda: calls.launch(0x77, context, (row,), ()),
@@ -62,6 +62,12 @@ for overlaps in (False, True):
                 way()
             except DriverError as error:
                 out(error.code, error)
+"""
+CLUSTERS = r"""
+driver = CudaDriver()
+kernel = driver.load_kernel(1, b"\x7fELF....", "dsa_kernel")
+out("go")
+out(driver.most_clusters(1, kernel, LaunchConfig(128, 640, 204800, 0x77, True, cluster=8)))
 """
 CONTEXTS = """
 driver = CudaDriver()
@@ -98,6 +104,7 @@ SCENARIOS = {
     "launch fails": (LAUNCH, {"STUB_FAIL": "cuLaunchKernelEx=700"}),
     "both ways": (BOTH_WAYS, {}),
     "both ways fail": (BOTH_WAYS, {"STUB_FAIL": "cuLaunchKernelEx=700"}),
+    "clusters": (CLUSTERS, {}),
     "contexts": (CONTEXTS, {}),
     "capture": (CAPTURE, {}),
     "capture elsewhere": (CAPTURE, {"STUB_FAIL": "cuStreamIsCapturing=906"}),
@@ -193,18 +200,23 @@ def test_launches_reach_the_driver_as_configured(lines_of):
     assert lines[lines.index("# go") + 1 :] == plain + overlapping
 
 
+def test_clusters_are_counted_as_they_are_launched(lines_of):
+    lines = lines_of["clusters"]
+    asked = "clusters of 0x5001 grid 128 block 640 smem 204800 attributes 1: 4 = 8 1 1 current 0x1001"
+    assert lines[lines.index("# go") + 1 :] == ["push 0x1001", asked, "pop 0x1001", "# 16"]
+
+
 @pytest.mark.parametrize("scenario", ["both ways", "both ways fail"])
 def test_the_launcher_in_c_calls_the_driver_as_cuda_python_does(lines_of, scenario):
     ways = "\n".join(lines_of[scenario]).split("# way\n")[1:]
-    assert len(ways) == 12
+    assert len(ways) == 8
     for by_python, by_c in zip(ways[::2], ways[1::2], strict=True):
         assert by_c.strip() == by_python.strip()
         assert "launch 0x5001 grid 8 1 1 block 256 1 1 smem 199424 stream 0x77" in by_c
         assert ("ILLEGAL_ADDRESS" in by_c) == (scenario == "both ways fail")
     counts = [re.search(r"attributes (\d)", way)[1] for way in ways[::2]]
-    assert counts == ["0", "1", "1", "1", "2", "2"]
-    assert ["attribute 2 = 1 0 0" in way for way in ways[::2]] == [False, False, True] * 2
-    assert ["attribute 4 = 2 1 1" in way for way in ways[::2]] == [False, True, False] * 2
+    assert counts == ["0", "1", "1", "2"]
+    assert ["attribute 4 = 2 1 1" in way for way in ways[::2]] == [False, True] * 2
 
 
 def test_a_failing_launch_leaves_no_context_behind(lines_of):

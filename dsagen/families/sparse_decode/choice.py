@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from dsagen.errors import GuardError
 from dsagen.families.sparse_decode.choice_table import ChoiceRow, Decision
 from dsagen.families.sparse_decode.guards import ARGUMENT_GUARDS, LAUNCH_GUARDS
-from dsagen.families.sparse_decode.op import DecodePartition, DecodeShape, Determinism, can_join, partition
+from dsagen.families.sparse_decode.op import (
+    CLUSTER_SPLITS,
+    DecodePartition,
+    DecodeShape,
+    Determinism,
+    can_join,
+    partition,
+)
 from dsagen.guard import Guard, check, require_int
 from dsagen.plan import KernelPlan
 
@@ -24,7 +31,6 @@ _SHAPE_NAMES = frozenset(
         "combine_ctas",
         "launches",
         "can_join",
-        "resident_ctas",
     }
 )
 # Guards that a shape and a partition decide; the others read tensors.
@@ -75,14 +81,15 @@ def candidates(
     for plan in plans if row is not None else ():
         if row is not None and plan.slug == row.kernel:
             splits = row.num_splits if num_splits is None else num_splits
-            joins = launches == 1 or (launches is None and row.launches == 1 and splits == row.num_splits)
+            joins = launches is None and row.launches == 1 and splits == row.num_splits
+            joins |= launches == 1 and can_join(plan) and splits in CLUSTER_SPLITS
             why = f"measured ({row.place})"
             given = why if num_splits is None else "given by the caller"
             part = partition(shape, plan, sm_count, determinism, splits, joins, given)
             judged.append(_judge(plan, part, shape, capacities, row))
     for plan in plans:
         part = partition(shape, plan, sm_count, determinism, num_splits)
-        if launches == 1 and can_join(plan) and part.main_ctas <= part.resident_ctas:
+        if launches == 1 and can_join(plan) and part.num_splits in CLUSTER_SPLITS:
             part = partition(shape, plan, sm_count, determinism, num_splits, True)
         judged.append(_judge(plan, part, shape, capacities))
     return tuple(judged)
@@ -117,7 +124,6 @@ def _judge(
         "combine_ctas": part.combine_ctas,
         "launches": 1 if part.one_launch else 2,
         "can_join": int(can_join(plan)),
-        "resident_ctas": part.resident_ctas,
     }
     refusals = tuple(_refusal(guard, values) for guard in SHAPE_GUARDS if not guard.holds(values))
     return Candidate(plan, part, values, refusals, row)
@@ -161,10 +167,9 @@ def explain_choice(judged: Sequence[Candidate], shape: DecodeShape, decision: De
         f"chosen: {chosen.plan.slug}",
         f"partition: {part.head_groups} head group(s) of up to {part.group_heads} heads, {part.num_splits} split(s) of "
         f"up to {len(part.tiles_of(0))} of {part.row_tiles} tiles; {part.main_ctas} CTAs, "
-        + ("which combine themselves" if part.one_launch else f"combine {part.combine_ctas}"),
+        + (f"in clusters of {part.cluster} that combine" if part.one_launch else f"combine {part.combine_ctas}"),
         f"splits: {part.why}" + (" (untuned: no measured table for this device)" if part.untuned else ""),
-        f"workspace: {part.workspace_bytes} B"
-        + (f", and {part.counter_bytes} B of counters" if part.one_launch else ""),
+        f"workspace: {part.workspace_bytes} B",
     ]
     return "\n".join(lines)
 

@@ -204,8 +204,7 @@ def plan_main(variant: Variant, geometry: Geometry | None = None) -> KernelPlan:
     has_part, has_extra = caches.main.part_bytes > 0, caches.extra is not None
     extra_has_part = caches.extra is not None and caches.extra.part_bytes > 0
     kv_heads = has_kv_heads(variant)
-    joins = variant.body == hopper.BODY
-    params, params_bytes = lay_out_params(main_params(has_part, has_extra, extra_has_part, kv_heads, joins))
+    params, params_bytes = lay_out_params(main_params(has_part, has_extra, extra_has_part, kv_heads))
     threads = chosen.threads
     registers_cap = compiled_registers(threads, arch)
     values = {

@@ -107,9 +107,8 @@ LAUNCH_GUARDS: tuple[Guard, ...] = (
     Guard(
         "SD-29",
         "launch",
-        "launches == 2 or num_splits == 1 or can_join == 1 and main_ctas <= resident_ctas",
-        "one launch: {main_ctas} CTAs wait for each other, which this kernel can: {can_join}, and the device holds "
-        "{resident_ctas} at once: use two launches, fewer splits or a smaller batch",
+        "launches == 2 or num_splits == 1 or can_join == 1 and 8 % num_splits == 0",
+        "one launch: {num_splits} splits (can_join {can_join}): take two launches, or 2, 4 or 8 splits of body hopper",
     ),
     Guard(
         "SD-13",
@@ -200,6 +199,14 @@ SIZE_GUARD = Guard(
     "least <= size and size <= 2147483647",
     "{name}: {size} is outside {least}..2147483647: pass {meaning}",
 )
+# Of a kernel that is loaded, where its splits are clusters.
+CLUSTER_GUARD = Guard(
+    "SD-30",
+    "launch",
+    "clusters >= 1",
+    "one launch: this process may use too few multiprocessors of the device for a cluster of {num_splits} CTAs: set "
+    "DSAGEN_SPARSE_DECODE_LAUNCHES=2",
+)
 WORKSPACE_GUARD = Guard(
     "SD-23",
     "launch",
@@ -226,6 +233,7 @@ ARGUMENT_GUARDS: tuple[Guard, ...] = (
     KV_HEADS_GUARD,
     SAME_PAGES_GUARD,
     SIZE_GUARD,
+    CLUSTER_GUARD,
     WORKSPACE_GUARD,
     LENGTH_GUARD,
     INDEX_GUARD,

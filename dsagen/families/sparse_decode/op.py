@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from dsagen.families.sparse_decode import hopper
 from dsagen.families.sparse_decode.geometry import deal_heads
 from dsagen.families.sparse_decode.guards import SIZE_GUARD
 from dsagen.families.sparse_decode.schedule import (
@@ -27,8 +28,8 @@ from dsagen.plan import KernelPlan, round_up
 Determinism = Literal["off", "batch_invariant"]
 WORKSPACE_ALIGNMENT_BYTES = 256
 _FP32_BYTES = 4
-# Of a query token and head group: splits that have arrived, and splits that know that all have.
-COUNTERS_BYTES = 8
+# Splits of a query token that can be a cluster: what every device with clusters has.
+CLUSTER_SPLITS = (2, 4, 8)
 # What a refused size should have been.
 _SIZE_MEANINGS = {
     "batch": "how many requests a call has",
@@ -67,8 +68,8 @@ class DecodePartition:
     d_v], at `o_accum_offset_bytes`. `kv_head_groups` of the `head_groups` share a KV head. `why` says where
     num_splits comes from; `untuned` that no measurement stands behind it.
 
-    With `one_launch` the main kernel's CTAs wait for each other and combine, which takes all of the `resident_ctas`
-    that the device holds at once to be enough; they count in `counter_bytes` of zeros, u32 [rows, head_groups, 2].
+    With `one_launch` the splits of a query token are a cluster and combine from its shared memory, so that there is no
+    workspace.
     """
 
     rows: int
@@ -83,15 +84,14 @@ class DecodePartition:
     o_accum_offset_bytes: int
     o_accum_bytes: int
     workspace_bytes: int
-    resident_ctas: int
     one_launch: bool
     why: str
     untuned: bool
 
     @property
-    def counter_bytes(self) -> int:
-        """Bytes of the counters by which the splits of a query token and head group meet; 0 with two launches."""
-        return self.rows * self.head_groups * COUNTERS_BYTES if self.one_launch else 0
+    def cluster(self) -> int:
+        """CTAs of the main kernel that are launched together."""
+        return self.num_splits if self.one_launch else 1
 
     def item(self, cta: int) -> tuple[int, int, int]:
         """(row, split, group) of a CTA of the main kernel."""
@@ -134,14 +134,13 @@ def partition(
         load = split_load(shape, main_plan, sm_count, row_tiles, head_groups)
         num_splits, untuned = choose_splits(load), True
         why = f"cost model: {load.units} CTAs of {row_tiles} tiles unsplit, {sm_count} SMs"
-    resident = resident_ctas(main_plan) * sm_count
-    launches = one_launch and num_splits > 1, resident
-    return _lay_out(shape, main_plan, row_tiles, (kv_head_groups, group_heads), num_splits, launches, why, untuned)
+    joins = one_launch and num_splits > 1
+    return _lay_out(shape, main_plan, row_tiles, (kv_head_groups, group_heads), num_splits, joins, why, untuned)
 
 
 def can_join(main_plan: KernelPlan) -> bool:
-    """Whether a main kernel can combine its splits itself."""
-    return any(field.name == "arrivals" for field in main_plan.params)
+    """Whether a main kernel can combine its splits itself. Its CTAs have all heads of a query token."""
+    return main_plan.variant.body == hopper.BODY
 
 
 def tiles_of(shape: DecodeShape, main_plan: KernelPlan) -> tuple[int, int]:
@@ -186,12 +185,12 @@ def _lay_out(
     row_tiles: int,
     deal: tuple[int, int],
     num_splits: int,
-    launches: tuple[bool, int],
+    one_launch: bool,
     why: str,
     untuned: bool,
 ) -> DecodePartition:
-    is_split, head_groups = num_splits > 1, shape.kv_heads * deal[0]
-    partials = shape.rows * num_splits * shape.heads if is_split else 0
+    combines, head_groups = num_splits > 1 and not one_launch, shape.kv_heads * deal[0]
+    partials = shape.rows * num_splits * shape.heads if combines else 0
     lse_accum_bytes = partials * _FP32_BYTES
     o_accum_bytes = lse_accum_bytes * main_plan.variant.axis_int("dv")
     o_accum_offset_bytes = round_up(lse_accum_bytes, WORKSPACE_ALIGNMENT_BYTES)
@@ -203,13 +202,12 @@ def _lay_out(
         group_heads=deal[1],
         num_splits=num_splits,
         main_ctas=shape.rows * num_splits * head_groups,
-        combine_ctas=shape.rows * shape.heads if is_split and not launches[0] else 0,
+        combine_ctas=shape.rows * shape.heads if combines else 0,
         lse_accum_bytes=lse_accum_bytes,
         o_accum_offset_bytes=o_accum_offset_bytes,
         o_accum_bytes=o_accum_bytes,
         workspace_bytes=o_accum_offset_bytes + o_accum_bytes,
-        resident_ctas=launches[1],
-        one_launch=launches[0],
+        one_launch=one_launch,
         why=why,
         untuned=untuned,
     )

@@ -38,13 +38,6 @@ _PARTIALS = (
     ParamField("lse_accum", "pointer", "fp32 [batch x s_q, num_splits, heads] base-2 partial lse", "float"),
     ParamField("o_accum", "pointer", "fp32 [batch x s_q, num_splits, heads, d_v] partial outputs", "float"),
 )
-_ARRIVALS = ParamField(
-    "arrivals",
-    "pointer",
-    "u32 [batch x s_q, head_groups, 2] zeros, by which splits meet and combine; null: another launch does",
-    "u32",
-    kept=True,
-)
 
 
 def _pool(prefix: str) -> tuple[ParamField, ...]:
@@ -98,10 +91,10 @@ def _kv_heads(prefix: str, has_part: bool) -> tuple[ParamField, ...]:
 
 
 def main_params(
-    has_part: bool, has_extra: bool, extra_has_part: bool, kv_heads: bool = False, joins: bool = False
+    has_part: bool, has_extra: bool, extra_has_part: bool, kv_heads: bool = False
 ) -> tuple[ParamField, ...]:
-    """The main kernel's arguments: those of rows with a second part, of a second cache, of several KV heads and of a
-    body that can combine its splits only where there is one.
+    """The main kernel's arguments: those of rows with a second part, of a second cache and of several KV heads only
+    where there is one.
     """
     return (
         *_QUERY,
@@ -117,7 +110,6 @@ def main_params(
         *(_part("extra_") if extra_has_part else ()),
         *((_KV_HEAD_GROUPS, *_kv_heads("", has_part)) if kv_heads else ()),
         *(_kv_heads("extra_", extra_has_part) if kv_heads and has_extra else ()),
-        *((_ARRIVALS,) if joins else ()),
     )
 
 

@@ -8,7 +8,7 @@
 
 typedef int CUresult;
 
-enum { kAttributeCooperative = 2, kAttributeCluster = 4, kAttributeOverlap = 6, kMostAttributes = 3 };
+enum { kAttributeCluster = 4, kAttributeOverlap = 6, kMostAttributes = 2 };
 
 typedef struct {
   int id;
@@ -19,7 +19,6 @@ typedef struct {
       unsigned x, y, z;
     } cluster;
     int overlaps;
-    int cooperative;
   } value;
 } LaunchAttribute;
 

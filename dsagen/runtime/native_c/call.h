@@ -48,7 +48,7 @@ typedef struct {
 typedef struct {
   void* function;
   unsigned grid, threads, shared_bytes, cluster;
-  int overlaps, cooperative;
+  int overlaps;
   unsigned block_bytes;
   unsigned patch_count;
   Patch patches[kMostTensors];

@@ -29,8 +29,8 @@ static int parse_launch(PyObject* item, int tensor_count, Launch* launch) {
   const char* block;
   Py_ssize_t block_bytes;
   PyObject* patches;
-  if (!PyArg_ParseTuple(item, "KIIIpIpy#O!", &function, &launch->grid, &launch->threads, &launch->shared_bytes,
-                        &launch->overlaps, &launch->cluster, &launch->cooperative, &block, &block_bytes, &PyTuple_Type, &patches))
+  if (!PyArg_ParseTuple(item, "KIIIpIy#O!", &function, &launch->grid, &launch->threads, &launch->shared_bytes,
+                        &launch->overlaps, &launch->cluster, &block, &block_bytes, &PyTuple_Type, &patches))
     return -1;
   Py_ssize_t patch_count = PyTuple_Size(patches);
   if (block_bytes > kMostBlockBytes || patch_count > kMostTensors) {

@@ -19,12 +19,6 @@ static CUresult launch_one(const Launcher* launcher, const Launch* launch, void*
     attribute->value.cluster.x = launch->cluster;
     attribute->value.cluster.y = attribute->value.cluster.z = 1;
   }
-  if (launch->cooperative) {
-    LaunchAttribute* attribute = &attributes[config.attribute_count++];
-    memset(attribute, 0, sizeof *attribute);
-    attribute->id = kAttributeCooperative;
-    attribute->value.cooperative = 1;
-  }
   if (config.attribute_count == 0) config.attributes = NULL;
   void* params[1] = {block};
   return launcher->launch_kernel(&config, launch->function, params, NULL);
