@@ -256,7 +256,7 @@ def adversarial_cases(tile_tokens: int) -> Iterator[DecodeCase]:
     yield replace(base, name="values.nan_selected", values=Values.NAN_SELECTED, batch=4, topk=300, sink=False)
     nan_split = replace(base, values=Values.NAN_SELECTED, batch=4, topk=tile_tokens * 3, sink=False, num_splits=3)
     yield replace(nan_split, name="values.nan_selected.splits3")
-    for num_splits in (1, 2, 3, 7, 32, MANY_SPLITS):
+    for num_splits in (1, 2, 3, 7, 8, 32, MANY_SPLITS):
         # The last tile is short, and requests shorter than the row leave splits without a token.
         topk = tile_tokens * num_splits - 5
         case = replace(base, topk=topk, kv_tokens=topk + 64, num_splits=num_splits, lengths=Lengths.PER_TOKEN)
