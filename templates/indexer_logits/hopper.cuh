@@ -43,13 +43,22 @@ struct Hopper {
   static_assert(C::kWarps % 4 == 0 && C::kTileKeys == 4 * kWarpKeys && C::kRows % (8 * kParts) == 0 && kTiles <= 8);
   static_assert(C::kQueryPitchBytes == 128, "what the swizzle spans");
   using Image = OperandImage<C, S, Operands, Params>;
-  using Ring = BulkKeyRing<C, S, Operands, Params>;
   using Spans = Span<C, S, Params, Unit, C::kLeastTileKeys>;
   using Word = typename Score::Word;
 
   static DSA_DEVICE void run(const Params& p, S& shared) {
     ptx::grid_dependency_launch();
     const int lane = ptx::thread_index() % 32, warp = static_cast<int>(ptx::shuffle(ptx::thread_index() / 32, 0));
+    if (p.wide_copies != 0 && p.page_size % kWarpKeys == 0) {
+      run<BulkKeyRing<C, S, Operands, Params, true>>(p, shared, warp, lane);
+    } else {
+      run<BulkKeyRing<C, S, Operands, Params, false>>(p, shared, warp, lane);
+    }
+  }
+
+ private:
+  template <class Ring>
+  static DSA_DEVICE void run(const Params& p, S& shared, int warp, int lane) {
     const PlaceOf<S> place(shared);
     Ring ring(p, place, warp, lane);
     prefetch_requests<C>(p);
@@ -74,7 +83,6 @@ struct Hopper {
     }
   }
 
- private:
   static constexpr u32 kNoKey = 0xffffffffu, kProductKeys = 64;
   static constexpr int kPartBytes = 8 * kTiles * C::kQueryPitchBytes, kPartWeights = C::kWeightWords / kParts;
   static constexpr int kTokenGap = C::kTokenBytes - kParts * kPartBytes;  // rows of q continue there
@@ -97,13 +105,27 @@ struct Hopper {
     u32 key, limit;
     OwnKey own;
 
-    // Of sums, which become zeros.
-    DSA_DEVICE void store(float (&sums)[2][4], int lane) const {
-      const u32 keys = ptx::load_shared_4(limit);
-      const float score = own_sum(sums, lane) * own.scale;
-      if (key < keys) *to = Score::of(own.held ? score : kNegInf);
+    float all[4];
+
+    // Of the columns that this lane has; the sums become zeros.
+    DSA_DEVICE void collect(float (&sums)[2][4]) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) all[i] = sums[i / 2][i % 2 * 2] + sums[i / 2][i % 2 * 2 + 1];
 #pragma unroll
       for (int i = 0; i < 8; ++i) sums[i / 4][i % 4] = 0.0f;
+    }
+
+    // The four lanes of a row have columns of their own, and sums of four keys; each ends with one key's.
+    DSA_DEVICE float own_sum(int lane) const {
+      float halves[2], sum[1];
+      exchange<2>(halves, all, 2, lane);
+      exchange<1>(sum, halves, 1, lane);
+      return sum[0];
+    }
+
+    DSA_DEVICE void store(float sum) const {
+      const u32 keys = ptx::load_shared_4(limit);
+      if (key < keys) *to = Score::of(own.held ? sum * own.scale : kNegInf);
     }
 
     DSA_DEVICE void on(i64 stride) { to += stride, limit += 4; }
@@ -112,14 +134,15 @@ struct Hopper {
   // Products x, of the first keys of a tile, and y, of the others, in turn: part by part of the heads of one token after the
   // other, tile after tile. While one runs, the sums of the one before it are made. Tokens that do not see a tile are
   // multiplied, too.
+  template <class Ring>
   static DSA_DEVICE void score(const Params& p, const PlaceOf<S>& place, int tokens, Ring& ring, const Tiles& tiles) {
     u32 a[2][kSteps][4];
     float x[kTiles][4], y[kTiles][4] = {}, sums[2][4] = {};
     PartWeights w{};
-    OwnScore last{tiles.rows, kNoKey, place.limits(), {}};
+    OwnScore last{tiles.rows, kNoKey, place.limits(), {}, {}};
 #pragma unroll 1
     for (u32 tile = tiles.warp / 4; tile < tiles.span.tiles; tile += C::kWarps / 4) {
-      OwnScore next{tiles.rows + tiles.key(tile), tiles.key(tile), place.limits(), {}};
+      OwnScore next{tiles.rows + tiles.key(tile), tiles.key(tile), place.limits(), {}, {}};
       ring.take(a, next.own);
       u64 b = ptx::swizzled_operand(place.operands());
       u32 weights = place.weights() + tiles.lane % 4 * 16;
@@ -130,17 +153,23 @@ struct Hopper {
         Operands::start(x, a[0], b);
         if (left == tokens * kParts) ring.refill();
         w.add(sums[1], y);
-        if (kParts == 1 || part == 0) {
-          last.store(sums, tiles.lane);
-          last = next;
-          next.on(p.score_stride);
-        }
+        const bool whole = kParts == 1 || part == 0;  // sums of a token
+        if (whole) last.collect(sums);
         w.load(weights);
         ptx::wgmma_fence();
         Operands::start(y, a[1], b);
         ptx::wgmma_wait<1>();
         ptx::hold(x);
+        // Lanes wait for each other's sums while these are added: not sooner, which would hold up the products. So the number of the
+        // lane comes from x, of which nothing is left.
+        const int lane = tiles.lane | static_cast<int>(ptx::bits_of(x[0][0]) >> 31 >> left);
+        const float own = whole ? last.own_sum(lane) : 0.0f;
         w.add(sums[0], x);
+        if (whole) {
+          last.store(own);
+          last = next;
+          next.on(p.score_stride);
+        }
         ptx::wgmma_wait<0>();
         ptx::hold(y);
         b += kPartBytes / 16, weights += kPartWeights * 4;
@@ -148,16 +177,18 @@ struct Hopper {
       }
     }
     w.add(sums[1], y);
-    last.store(sums, tiles.lane);
+    last.collect(sums);
+    last.store(last.own_sum(tiles.lane));
   }
 
   // The same of tiles of up to 64 keys, all among those of the first product.
+  template <class Ring>
   static DSA_DEVICE void score_small(const Params& p, const PlaceOf<S>& place, int tokens, Ring& ring, const Tiles& tiles) {
     u32 a[2][kSteps][4];
     float sums[2][4] = {};
 #pragma unroll 1
     for (u32 tile = tiles.warp / 4; tile < tiles.span.tiles; tile += C::kWarps / 4) {
-      OwnScore next{tiles.rows + tiles.key(tile), tiles.key(tile), place.limits(), {}};
+      OwnScore next{tiles.rows + tiles.key(tile), tiles.key(tile), place.limits(), {}, {}};
       ring.take_and_refill(a, next.own);
       u64 b = ptx::swizzled_operand(place.operands());
       u32 weights = place.weights() + tiles.lane % 4 * 16;
@@ -175,7 +206,8 @@ struct Hopper {
           w.add(sums[0], x);
           b += kPartBytes / 16, weights += kPartWeights * 4;
         }
-        next.store(sums, tiles.lane);
+        next.collect(sums);
+        next.store(next.own_sum(tiles.lane));
         next.on(p.score_stride);
         b += kTokenGap / 16;
       }
@@ -202,15 +234,6 @@ struct Hopper {
       }
     }
   };
-
-  // The four lanes of a row have columns of their own, and sums of four keys; each ends with one key's.
-  static DSA_DEVICE float own_sum(const float (&sums)[2][4], int lane) {
-    const float all[4] = {sums[0][0] + sums[0][1], sums[0][2] + sums[0][3], sums[1][0] + sums[1][1], sums[1][2] + sums[1][3]};
-    float halves[2], own[1];
-    exchange<2>(halves, all, 2, lane);
-    exchange<1>(own, halves, 1, lane);
-    return own[0];
-  }
 };
 
 }  // namespace indexer_logits

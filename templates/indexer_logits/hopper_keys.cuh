@@ -26,14 +26,16 @@ struct OwnKey {
   static DSA_DEVICE int place(int lane) { return lane / 4 + lane / 2 % 2 * 16 + lane % 2 * 8; }
 };
 
-template <class C, class S, class Operands, class Params>
+// kOnePage: pages begin at multiples of 16 B and have whole warps' keys, which then lie in one page. One lane copies them: what
+// a refill takes is time that the warp's products wait.
+template <class C, class S, class Operands, class Params, bool kOnePage>
 struct BulkKeyRing {
   using Place = PlaceOf<S>;
   static constexpr int kRowBytes = C::kRowBytes, kSteps = Operands::kSteps, kKeyBytes = kWarpKeys * kRowBytes;
   static constexpr int kWords = kRowBytes / 16;  // of a lane and key
   static constexpr u32 kNoPage = 0xffffffffu, kAll = 0xffffffffu;
-  // Each lane for its copies of words, and the lane that announces the bytes of bulk copies.
-  static constexpr int kArrivals = 33;
+  // The lane that announces the bytes of bulk copies, and each lane for its copies of words where there are any.
+  static constexpr int kArrivals = kOnePage ? 1 : 33;
 
   const Params& p;
   const Place place;
@@ -41,7 +43,6 @@ struct BulkKeyRing {
   u32 slot = 0, parity = 0;  // of the oldest tile in the ring
   u32 stages;                // as many as q leaves room for
   u32 first_codes;           // of the warp's ring
-
   DSA_DEVICE BulkKeyRing(const Params& params, const Place& shared, int warp_, int lane_)
       : p(params), place(shared), warp(warp_), lane(lane_) {
     static_assert(C::kMostStages <= 32, "a lane for each barrier");
@@ -92,8 +93,9 @@ struct BulkKeyRing {
       load_rows<false>(a, mask);
     }
     const int key = OwnKey::place(lane);
-    own.scale = Operands::kBlockScales ? 1.0f : ptx::float_of(ptx::load_shared_4(scales(slot) + 4 * key));
     own.held = (mask >> key & 1) != 0;
+    own.scale = 1.0f;
+    if (!Operands::kBlockScales && own.held) own.scale = ptx::float_of(ptx::load_shared_4(scales(slot) + 4 * key));
   }
 
   DSA_DEVICE void take_and_refill(u32 (&a)[2][kSteps][4], OwnKey& own) {
@@ -127,11 +129,38 @@ struct BulkKeyRing {
 
   DSA_DEVICE u32 page_of(u32 first) const {
     const tile::PageDivisor divisor{p.page_multiplier, p.page_shift, p.page_size};
-    const u32 key = first + lane;
-    return static_cast<u32>(lane) < own_keys && key < end ? ptx::load_global_4(table + divisor.divide(key)) : kNoPage;
+    u32 key = first + lane;
+    bool wanted = static_cast<u32>(lane) < own_keys && key < end;
+    // Every lane asks, so that the number stays in a register of each: from one of the warp a copy of it would be made, and
+    // waited for, at once.
+    if (kOnePage && !wanted) key = first, wanted = first < end;
+    return wanted ? ptx::load_global_4(table + divisor.divide(key)) : kNoPage;
   }
 
   DSA_DEVICE void fill(u32 to, u32 of_page) {
+    if constexpr (kOnePage) {
+      if (ptx::elect_one()) copy_page(to, of_page);
+    } else {
+      copy_keys(to, of_page);
+    }
+    next += step();
+  }
+
+  // Keys of a page: those behind the last one that is seen are there, too, and nobody stores what comes of them.
+  DSA_DEVICE void copy_page(u32 to, u32 of_page) const {
+    const tile::PageDivisor divisor{p.page_multiplier, p.page_shift, p.page_size};
+    const u32 offset = next - divisor.divide(next) * p.page_size, barrier = landed(to);
+    const bool holds = of_page < p.pool_pages;
+    ptx::store_shared_4(held(to), holds ? kAll >> (kWarpKeys - own_keys) : 0);
+    ptx::mbarrier_arrive_expect(barrier, holds ? own_keys * (kRowBytes + 4) : 0);
+    if (!holds) return;
+    const u8* base = p.k_cache + static_cast<i64>(of_page) * p.page_stride_bytes;
+    ptx::copy_bulk(codes(to), base + static_cast<i64>(offset) * kRowBytes, own_keys * kRowBytes, barrier);
+    ptx::copy_bulk(scales(to), base + (static_cast<i64>(p.page_size) * kRowBytes + 4 * offset), own_keys * 4, barrier);
+  }
+
+  // Keys of any pages.
+  DSA_DEVICE void copy_keys(u32 to, u32 of_page) const {
     const tile::PageDivisor divisor{p.page_multiplier, p.page_shift, p.page_size};
     const u32 key = next + lane, offset = key - divisor.divide(key) * p.page_size, barrier = landed(to);
     const bool holds = of_page < p.pool_pages;
@@ -151,7 +180,6 @@ struct BulkKeyRing {
       copy_words(codes(to), reinterpret_cast<u64>(source), valid);
     }
     ptx::mbarrier_arrive_after_copies(barrier);
-    next += step();
   }
 
   // One copy for the keys that a page holds: where lane and offset say that they begin.
@@ -183,8 +211,9 @@ struct BulkKeyRing {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       u32 words[kWords], of_blocks = 0;
-      load_row(words, rows + 8 * i * kRowBytes, kAllHeld || (mask >> (lane / 4 + 8 * i) & 1) != 0);
-      if constexpr (Operands::kBlockScales) of_blocks = ptx::load_shared_4(scales(slot) + 4 * (lane / 4 + 8 * i));
+      const bool held = kAllHeld || (mask >> (lane / 4 + 8 * i) & 1) != 0;
+      load_row(words, rows + 8 * i * kRowBytes, held);
+      if (Operands::kBlockScales && held) of_blocks = ptx::load_shared_4(scales(slot) + 4 * (lane / 4 + 8 * i));
       Operands::take(a[i / 2], i % 2, words, of_blocks, lane);
     }
   }
