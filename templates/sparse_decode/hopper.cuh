@@ -60,7 +60,9 @@ struct Hopper {
   static_assert(C::kProbabilityPitchBytes == tile::OperandImage<C::kHeads>::kRowBytes);
   static constexpr int kStartThreads = 32 * (1 + C::kProducers);
   static_assert(C::kProducers <= 4 && C::kValueWarps % 4 == 0 && C::kScoreWarps % 4 == 0);
-  static constexpr int kTileWarps = C::kValueWarps + 4;  // that read a stage
+  static constexpr bool kScoresInFewRegisters = C::kHeads > 16 && C::kScoreWarps > 4;
+  static constexpr int kGroupThreads = Softmax<C, Shared, Encoding, Params>::kGroupThreads;
+  static constexpr int kTileWarps = C::kValueWarps + kGroupThreads / 32;  // that read a stage
   static_assert(RowCopy::kArrivals == ExtraRowCopy::kArrivals);
 
   static DSA_DEVICE void run(const Params& p, Shared& shared) {
@@ -80,6 +82,8 @@ struct Hopper {
     } else if (warp < kConsumerWarps) {
       move_registers<C::kScoreRegisters>();
       run_score(p, shared);
+      // What follows both roles is held to the registers of the poorer one, and so are these tiles.
+      if (kScoresInFewRegisters) return;
     } else {
       move_registers<C::kProducerRegisters>();
       run_producer(p, shared);
@@ -143,10 +147,10 @@ struct Hopper {
       ptx::mbarrier_init(ptx::shared_address(&shared.freed[lane]), 32 * kTileWarps);
     }
     if (lane < C::kProbabilityBuffers) {
-      ptx::mbarrier_init(ptx::shared_address(&shared.filled[lane]), 32 * 4);
+      ptx::mbarrier_init(ptx::shared_address(&shared.filled[lane]), kGroupThreads);
       ptx::mbarrier_init(ptx::shared_address(&shared.drained[lane]), 32 * C::kValueWarps);
     }
-    if (lane == 0) ptx::mbarrier_init(ptx::shared_address(&shared.finished[0]), 32 * 4);
+    if (lane == 0) ptx::mbarrier_init(ptx::shared_address(&shared.finished[0]), kGroupThreads);
     RowCopy::fence_init();
   }
 };

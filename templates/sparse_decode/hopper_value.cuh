@@ -27,6 +27,12 @@ struct HopperValue {
   static constexpr int kPieceBlocks = kPieceDims / 16;
   static constexpr int kBlocks = kPieces * kPieceBlocks;
   static constexpr int kPlainDims = Encoding::kPlainValueDims;
+  // Operands of a stage: all of them at once, or where that leaves too few registers, parts of two blocks, two at once.
+  static constexpr bool kFewRegisters = C::kHeads > 16 && C::kScoreWarps > 4;
+  static constexpr int kPartSteps = kFewRegisters ? 1 : kStageSteps, kPartBlocks = kFewRegisters ? 2 : kPieceBlocks;
+  static constexpr int kParts = kPieces * (kStageSteps / kPartSteps) * (kPieceBlocks / kPartBlocks);
+  static constexpr int kAhead = kFewRegisters ? 2 : kParts;
+  static_assert(kPlainDims == 0 || kAhead == kParts, "which dims a warp has is a branch, and none may be taken while products run");
   static_assert(kSameType<Encoding, ExtraEncoding> || (kCopies == 1 && ExtraEncoding::kProbabilityCopies == 1));
   static_assert(kPlainDims == ExtraEncoding::kPlainValueDims);
   static_assert(kPieces <= 2, "the operands of all pieces are in registers at once");
@@ -93,13 +99,13 @@ struct HopperValue {
     }
   }
 
-  // A tile, stage by stage; frees each stage once its values are in registers, and advances the ring. The operands of a
-  // piece are made while the product of the one before runs.
+  // A tile, stage by stage; frees each stage once its values are in registers, and advances the ring. The operands of a part
+  // are made while the products of those before run.
   template <class E>
   DSA_DEVICE void accumulate(int& slot, u32& parity, int buffer) {
     const u32 copies = ptx::shared_address(shared.probability[buffer]) +
                        group * kPieces * (kCopies > 1 ? tile::OperandImage<C::kHeads>::kPieceBytes : 0);
-    u32 a[kPieces][kStageSteps][kPieceBlocks][4];
+    u32 a[kAhead][kPartSteps][kPartBlocks][4];
 #pragma unroll
     for (int stage = 0; stage < kTileStages; ++stage) {
       ptx::mbarrier_wait(ptx::shared_address(&shared.landed[slot]), parity);
@@ -107,11 +113,12 @@ struct HopperValue {
       const bool live = shared.valid[slot] != 0;  // else the rows hold anything
       if (live) {
 #pragma unroll
-        for (int piece = 0; piece < kPieces; ++piece) {
-          load<E>(a[piece], rows, piece);
-          multiply<E>(a[piece], ptx::swizzled_operand(copies + piece * tile::OperandImage<C::kHeads>::kPieceBytes), stage, piece);
+        for (int part = 0; part < kParts; ++part) {
+          if (part >= kAhead) ptx::wgmma_wait<kAhead - 1>();  // before the registers of a part are made anew
+          load<E>(a[part % kAhead], rows, part);
+          multiply<E>(a[part % kAhead], copies, stage, part);
+          if (kAhead < kParts || part == kParts - 1) ptx::wgmma_commit();
         }
-        ptx::wgmma_commit();
         ptx::wgmma_wait<0>();
         hold_output();
       }
@@ -120,30 +127,35 @@ struct HopperValue {
     }
   }
 
+  // A part is some steps and blocks of a piece.
+  static DSA_DEVICE int part_piece(int part) { return part / (kParts / kPieces); }
+  static DSA_DEVICE int part_step(int part) { return part / (kPieceBlocks / kPartBlocks) * kPartSteps % kStageSteps; }
+  static DSA_DEVICE int part_block(int part) { return part % (kPieceBlocks / kPartBlocks) * kPartBlocks; }
+
   // Whether this warp's dims are plain bf16 beside quantised ones.
   DSA_DEVICE bool is_plain() const { return kPlainDims > 0 && piece_dim(0) >= C::kValueDims - kPlainDims; }
 
-  // A operands of a stage's tokens for the dims of a piece.
+  // A operands of a part of a stage.
   template <class E>
-  DSA_DEVICE void load(u32 (&a)[kStageSteps][kPieceBlocks][4], u32 rows, int piece) const {
+  DSA_DEVICE void load(u32 (&a)[kPartSteps][kPartBlocks][4], u32 rows, int part) const {
     if constexpr (kPlainDims > 0) {
       if (is_plain()) {
-        load_values<E, typename E::template PlainValues<kPieceDims, kTiles>>(a, rows, piece);
+        load_values<E, typename E::template PlainValues<kPieceDims, kTiles>>(a, rows, part);
         return;
       }
     }
-    load_values<E, typename E::template Values<kPieceDims, kTiles>>(a, rows, piece);
+    load_values<E, typename E::template Values<kPieceDims, kTiles>>(a, rows, part);
   }
 
   template <class E, class Values>
-  DSA_DEVICE void load_values(u32 (&a)[kStageSteps][kPieceBlocks][4], u32 rows, int piece) const {
+  DSA_DEVICE void load_values(u32 (&a)[kPartSteps][kPartBlocks][4], u32 rows, int part) const {
 #pragma unroll
-    for (int k = 0; k < kStageSteps; ++k) {
-      const Values values(rows + k * 16 * E::Row::kRowPitchBytes, piece_dim(piece), lane);
+    for (int k = 0; k < kPartSteps; ++k) {
+      const Values values(rows + (part_step(part) + k) * 16 * E::Row::kRowPitchBytes, piece_dim(part_piece(part)), lane);
 #pragma unroll
-      for (int block = 0; block < kPieceBlocks; block += E::kBlocksPerLoad) {
+      for (int block = 0; block < kPartBlocks; block += E::kBlocksPerLoad) {
         u32 loaded[E::kBlocksPerLoad][4];
-        values.load(loaded, block);
+        values.load(loaded, part_block(part) + block);
 #pragma unroll
         for (int b = 0; b < E::kBlocksPerLoad; ++b)
 #pragma unroll
@@ -153,14 +165,15 @@ struct HopperValue {
   }
 
   template <class E>
-  DSA_DEVICE void multiply(const u32 (&a)[kStageSteps][kPieceBlocks][4], u64 copy, int stage, int piece) {
+  DSA_DEVICE void multiply(const u32 (&a)[kPartSteps][kPartBlocks][4], u32 copies, int stage, int part) {
+    const u64 copy = ptx::swizzled_operand(copies + part_piece(part) * tile::OperandImage<C::kHeads>::kPieceBytes);
     ptx::wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < kStageSteps; ++k)
+    for (int k = 0; k < kPartSteps; ++k)
 #pragma unroll
-      for (int block = 0; block < kPieceBlocks; ++block)
-        E::add_values(output[piece * kPieceBlocks + block], a[k][block],
-                      tile::OperandImage<C::kHeads>::step(copy, stage * kStageSteps + k));
+      for (int block = 0; block < kPartBlocks; ++block)
+        E::add_values(output[part_piece(part) * kPieceBlocks + part_block(part) + block], a[k][block],
+                      tile::OperandImage<C::kHeads>::step(copy, stage * kStageSteps + part_step(part) + k));
   }
 
   DSA_DEVICE void hold_output() {

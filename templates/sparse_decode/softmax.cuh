@@ -5,6 +5,7 @@
 #include "prims/ptx/convert.cuh"
 #include "prims/ptx/mbarrier.cuh"
 #include "prims/ptx/memory.cuh"
+#include "prims/ptx/opaque.cuh"
 #include "prims/ptx/thread.cuh"
 #include "sparse_decode/work.cuh"
 
@@ -160,7 +161,7 @@ struct Softmax {
         if (lane < 4) shared.block_value[group * kGroupWarps + warp][column(j, e)] = total;
       }
     ptx::barrier_sync(kAll, kGroups * kGroupThreads);
-    if (group != 0) return;
+    if (ptx::opaque(group) != 0) return;  // else the warp's number would be kept over all tiles, in a register of theirs
     if (warp * 32 + lane < C::kHeads) finish_head(warp * 32 + lane);
     ptx::mbarrier_arrive(ptx::shared_address(&shared.finished[0]));
   }

@@ -17,12 +17,19 @@ _OPERAND_DIMS = OPERAND_PITCH_BYTES // 2
 # The tensor cores' swizzle counts eight rows from multiples of this.
 _OPERAND_ALIGN_BYTES = 1024
 _TILE_TOKENS = 64
-# A second group of score warps fills what one group waits; with more heads there are no registers for it.
+# A second group of score warps fills what one group waits. With more heads there are registers for it only where the
+# probabilities bear the values' scales, so that nothing multiplies those.
 _SCORE_WARPS = {True: 8, False: 4}
 _TWO_GROUPS_HEADS = 16
 # Of a stage a warp issues a copy in some 40 clk, and has some 700 clk of other work. Measured: pairs are fastest.
 _PRODUCERS, _STAGE_SHARES = 4, 2
-_REGISTERS = {True: (104, 112, 48), False: (128, 208, 48)}
+
+
+def _registers(heads_n: int, two_groups: bool) -> tuple[int, int, int]:
+    """What value, score and producer warps have."""
+    if not two_groups:
+        return (128, 208, 48)
+    return (104, 112, 48) if heads_n <= _TWO_GROUPS_HEADS else (112, 112, 32)
 
 
 def takes(caches: Caches, heads_n: int, arch: Arch) -> bool:
@@ -36,9 +43,9 @@ def takes(caches: Caches, heads_n: int, arch: Arch) -> bool:
     )
 
 
-def shapes(heads_n: int) -> Iterator[Geometry]:
+def shapes(caches: Caches, heads_n: int) -> Iterator[Geometry]:
     """Geometries to try, best first, whether or not they fit. Rows are skipped by whole stages (`warp_blocks` 2)."""
-    two_groups = heads_n <= _TWO_GROUPS_HEADS
+    two_groups = heads_n <= _TWO_GROUPS_HEADS or caches.probability_copies > 1
     for stages in range(MAX_STAGES, 3 if two_groups else 2, -1):
         yield Geometry(
             heads_n=heads_n,
@@ -49,13 +56,13 @@ def shapes(heads_n: int) -> Iterator[Geometry]:
             producers=_PRODUCERS,
             stage_shares=_STAGE_SHARES,
             bulk=True,
-            registers=_REGISTERS[two_groups],
+            registers=_registers(heads_n, two_groups),
         )
 
 
 def fitting_geometry(caches: Caches, heads_n: int, arch: Arch) -> Geometry | None:
     """The geometry with the most stages that fits, or None."""
-    for geometry in shapes(heads_n):
+    for geometry in shapes(caches, heads_n):
         if smem_fields(caches, geometry)[1] <= arch.smem_optin_bytes:
             return geometry
     return None

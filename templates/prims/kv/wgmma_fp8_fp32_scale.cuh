@@ -3,6 +3,7 @@
 #pragma once
 #include "prims/kv/fp8_fp32_scale.cuh"
 #include "prims/kv/wgmma_scores.cuh"
+#include "prims/ptx/load_pair.cuh"
 #include "prims/ptx/wgmma.cuh"
 #include "prims/tile/operand_image.cuh"
 
@@ -32,11 +33,13 @@ struct WgmmaFp8Fp32Scale : Fp8Fp32Scale<C> {
     }
   }
 
-  // A warp's 16 tokens, two units per scale group: the operands of a whole one would take half of the registers.
+  // A warp's 16 tokens. A scale group is some units, since the operands of a whole one would take half of the registers; with two
+  // groups of score warps and more than 16 heads there are registers for one set of sums, and for two k steps of keys.
   struct Keys {
-    static constexpr int kGroups = Base::kGroups, kJoined = 2;
-    static constexpr int kUnits = kGroups * kJoined, kSteps = Base::kGroupDims / 16 / kJoined, kDepth = 2;
-    static_assert(kGroups == 4 && kSteps == 4 && C::kNopeDims % 16 == 0);
+    static constexpr bool kFewRegisters = C::kHeads > 16;
+    static constexpr int kGroups = Base::kGroups, kJoined = kFewRegisters ? 4 : 2, kDepth = kFewRegisters ? 1 : 2;
+    static constexpr int kUnits = kGroups * kJoined, kSteps = Base::kGroupDims / 16 / kJoined;
+    static_assert(kGroups == 4 && (kSteps == 2 || kSteps == 4) && C::kNopeDims % 16 == 0);
     u32 row;  // this lane's 32 B of group 0 in token lane / 4
 
     u32 scales;  // of token lane / 4
@@ -45,15 +48,25 @@ struct WgmmaFp8Fp32Scale : Fp8Fp32Scale<C> {
         : row(rows + (lane / 4) * C::kRowPitchBytes + 32 * (lane % 4)),
           scales(rows + (lane / 4) * C::kRowPitchBytes + C::kNopeDims) {}
 
-    // Word `step` of the lane's 32 B of a group feeds that step of both units.
+    // The lane's 32 B of a group are 8 words, one for each step.
     DSA_DEVICE void load(u32 (&a)[kSteps][4], int unit) const {
-      const u32 at = row + Base::kGroupDims * (unit / kJoined) + 16 * (unit % kJoined);
-      const Words4 x = ptx::load_shared_16(at), y = ptx::load_shared_16(at + 8 * C::kRowPitchBytes);
-      const u32 low[4] = {x.x, x.y, x.z, x.w}, high[4] = {y.x, y.y, y.z, y.w};
+      const u32 at = row + Base::kGroupDims * (unit / kJoined) + 4 * kSteps * (unit % kJoined);
+      u32 low[kSteps], high[kSteps];
+      load_words(low, at);
+      load_words(high, at + 8 * C::kRowPitchBytes);
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
         key_pairs(low[i], a[i][0], a[i][2]);
         key_pairs(high[i], a[i][1], a[i][3]);
+      }
+    }
+
+    static DSA_DEVICE void load_words(u32 (&w)[kSteps], u32 at) {
+      if constexpr (kSteps == 4) {
+        const Words4 x = ptx::load_shared_16(at);
+        w[0] = x.x, w[1] = x.y, w[2] = x.z, w[3] = x.w;
+      } else {
+        ptx::load_shared_8(w[0], w[1], at);
       }
     }
 

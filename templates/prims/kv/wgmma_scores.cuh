@@ -65,6 +65,39 @@ DSA_DEVICE void add_unit_scores(float (&s)[kTiles][4], const Keys& keys, u64 que
   }
 }
 
+// As add_unit_scores with one set of sums, for fewer registers: the last unit of a row is awaited before the next row begins, whose
+// first keys are made by then.
+template <class Image, class Keys, int kTiles>
+DSA_DEVICE void add_row_scores(float (&s)[kTiles][4], const Keys& keys, u64 query) {
+  constexpr int kUnits = Keys::kUnits, kSteps = Keys::kSteps, kJoined = Keys::kJoined;
+  static_assert(kUnits % kJoined == 0 && kJoined >= 2);
+  u32 a[2][kSteps][4];
+  float acc[kTiles][4];
+  keys.load(a[0], 0);
+#pragma unroll
+  for (int unit = 0; unit < kUnits; ++unit) {
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const u64 b = Image::step(query, kSteps * unit + step);
+      if (unit % kJoined == 0 && step == 0) {
+        Keys::template multiply<false>(acc, a[unit % 2][step], b);
+      } else {
+        Keys::template multiply<true>(acc, a[unit % 2][step], b);
+      }
+    }
+    ptx::wgmma_commit();
+    if (unit % kJoined != 0) ptx::wgmma_wait<1>();  // before the registers of the unit before are made anew
+    if (unit + 1 < kUnits) keys.load(a[(unit + 1) % 2], unit + 1);
+    if ((unit + 1) % kJoined == 0) {
+      ptx::wgmma_wait<0>();
+      if (unit + 1 == kJoined) ptx::hold(s);
+      ptx::hold(acc);
+      keys.add(s, acc, unit / kJoined);
+    }
+  }
+}
+
 // s = scores of the warp's 16 tokens, rows at `rows`: bf16 rotary dims if any, and units that Keys makes and scales.
 template <class C, class Image, class Keys, int kTiles>
 DSA_DEVICE void scaled_scores(float (&s)[kTiles][4], u32 rows, u64 query, int lane) {
@@ -74,7 +107,11 @@ DSA_DEVICE void scaled_scores(float (&s)[kTiles][4], u32 rows, u64 query, int la
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) s[j][0] = s[j][1] = s[j][2] = s[j][3] = 0.0f;
   }
-  add_unit_scores<Image>(s, Keys(rows, lane), query);
+  if constexpr (Keys::kDepth == 1) {
+    add_row_scores<Image>(s, Keys(rows, lane), query);
+  } else {
+    add_unit_scores<Image>(s, Keys(rows, lane), query);
+  }
 }
 
 // s = scores of the units of `keys`, which need no scales any more.
