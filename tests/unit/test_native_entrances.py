@@ -192,7 +192,7 @@ def test_torch_tells_of_levels_of_forward_mode():
 
 def test_every_op_has_an_entrance():
     # A step is the calls of its stages, each of which the launcher knows.
-    ops = [op for op in torch_ops.SCHEMAS if base_of(op) != "decode_step"]
+    ops = [op for op in torch_ops.SCHEMAS if not op.startswith("decode_step")]
     assert {base_of(op) for op in ops} == set(OP_CALLS), "give the op an OpCall, or its calls cost Python"
     assert {name.split()[0] for name in CASES} == set(ops)
     _, kernels = make(NativeFakeDriver, DECODE)
