@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 class Cell:
     """One cell of the instantiation matrix: a variant that will be built, or what was refused and why.
 
-    `op` is the spec op it serves, `role` its kernel's place in that op's launches. `refusal` is empty for a kept cell.
+    `op` is the spec op it serves, `role` its kernel's place in that op's launches. `refusal` is empty for a kept cell,
+    `why` says what decided on the variant's body, if spec, arch and knobs did.
     """
 
     op: str
@@ -30,6 +31,7 @@ class Cell:
     arch: str
     variant: Variant | None
     refusal: str = ""
+    why: str = ""
 
     @property
     def kept(self) -> bool:

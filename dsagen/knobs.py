@@ -319,12 +319,12 @@ CHOICE_TABLE: Knob[str | None] = Knob(
     "The only choice table to read, such as `dsagen tune` writes, or 'none'. Default: the store's, then shipped ones.",
     _parse_table,
 )
-INDEXER_LOGITS_BODY: Knob[str] = Knob(
+INDEXER_LOGITS_BODY: Knob[str | None] = Knob(
     "DSAGEN_INDEXER_LOGITS_BODY",
     "|".join(BODIES),
-    "mma_sync",
-    "Body of indexer_logits: 'hopper' where it is built (sm_90a, keys in pages, fp8 keys in one piece); of fp8 keys "
-    "with short sums.",
+    None,
+    "Body of indexer_logits, whatever the spec's index.accumulation: 'hopper' where it is built (sm_90a, keys in "
+    "pages, fp8 keys in one piece), 'mma_sync' elsewhere. Default: 'hopper' where the spec takes its sums.",
     partial(_parse_choice, choices=BODIES),
 )
 DEBUG_SYNC: Knob[bool] = Knob(

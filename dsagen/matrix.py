@@ -37,6 +37,10 @@ class Matrix:
         symbols_for(plans)  # two kernels that would share a symbol are an error here
         return tuple(plans.values())
 
+    def reasons(self) -> dict[str, str]:
+        """Why the body of a kept cell was taken, by the kernel's slug, where a cell says so."""
+        return {cell.variant.slug: cell.why for cell in self.cells if cell.variant is not None and cell.why}
+
     def require_complete(self) -> None:
         """SpecError that lists every refused cell's reason once, if there is one."""
         reasons = dict.fromkeys(f"{cell.op} on {cell.arch}: {cell.refusal}" for cell in self.refused)

@@ -31,6 +31,7 @@ from dsagen.spec_defaults import (
     CACHE_OP,
     INDEX_CACHE_OP,
     INDEX_OPS,
+    INDEXER_KEYS,
     INDEXER_OP,
     NO_EXTRA_CACHE,
     READ_BY,
@@ -165,13 +166,16 @@ class IndexSpec(_Part):
     """The lightning indexer: its heads (8 to 128 in steps of 8), dims of a key, and the format of cached keys.
 
     `forms` says how calls find keys: in pages (decode), in one piece (ragged prefill), or in candidate blocks of pages;
-    `blocks` is pages with scores of blocks, which candidates are chosen by.
+    `blocks` is pages with scores of blocks, which candidates are chosen by. `accumulation` says which sums of q . k the
+    deployment takes of fp8 keys: `fp32`, or `fast`, also those that Hopper's tensor cores make of e4m3 products, which
+    keep 13 bits below the largest exponent. It asks for none: where no kernel sums so, sums are fp32.
     """
 
     heads: int = Field(ge=8, le=MAX_HEADS, multiple_of=8)
     dim: Literal[32, 64, 128]
     keys: str = Field(json_schema_extra={"enum": _INDEX_FORMAT_NAMES})
     forms: tuple[IndexForm, ...] = Field(default=("paged",), min_length=1)
+    accumulation: Literal["fp32", "fast"] = "fp32"
 
     @field_validator("forms", mode="before")
     @classmethod
@@ -354,7 +358,8 @@ class DeploymentSpec(_Part):
             if data[key] is None:
                 del data[key]
         if "index" in data and INDEXER_OP not in self.ops:
-            del data["index"]["forms"]
+            for key in INDEXER_KEYS:
+                del data["index"][key]
         if self.kv_heads == 1:
             del data["kv_heads"]
         if "kv_write" in data and data["kv_write"]["extra_rule"] is None:
@@ -377,7 +382,8 @@ class DeploymentSpec(_Part):
         """A copy that declares some ops, without what only others read."""
         kept = {key: value for key, value in self.to_mapping().items() if set(ops) & set(READ_BY.get(key, ops))}
         if "index" in kept and INDEXER_OP not in ops:
-            kept["index"].pop("forms", None)
+            for key in INDEXER_KEYS:
+                kept["index"].pop(key, None)
         return DeploymentSpec(**{**kept, "ops": list(ops)})
 
 

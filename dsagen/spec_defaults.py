@@ -35,8 +35,9 @@ INDEX_CACHE_OP = "index_cache"
 DEFAULT_ROWS = "bf16"
 # The ops that read `index`.
 INDEX_OPS = ("indexer_logits", INDEX_CACHE_OP)
-# The op that reads `forms` of the index.
+# The op that alone reads some keys of the index, and these.
 INDEXER_OP = "indexer_logits"
+INDEXER_KEYS = ("forms", "accumulation")
 # The op that reads `kv_heads`.
 DECODE_OP = "sparse_decode"
 # Keys that are there exactly where one of some ops is; `kv_heads` only where there are several.
@@ -101,9 +102,11 @@ def _refuse_unread(full: Mapping[str, Any], ops: Any) -> None:
             shown = NOTHING if isinstance(full[key], Mapping) else full[key]
             raise problem((key,), f"nothing reads it: add {' or '.join(readers)} to ops, or leave it out", shown)
     index = full.get("index")
-    if INDEXER_OP not in ops and isinstance(index, Mapping) and "forms" in index:
-        text = f"nothing reads it: add {INDEXER_OP} to ops, or leave it out"
-        raise problem(("index", "forms"), text, index["forms"])
+    if INDEXER_OP not in ops and isinstance(index, Mapping):
+        for key in INDEXER_KEYS:
+            if key in index:
+                text = f"nothing reads it: add {INDEXER_OP} to ops, or leave it out"
+                raise problem(("index", key), text, index[key])
 
 
 def _complete_write(value: Any, kv: Any, extra_kv: Any) -> Any:

@@ -17,9 +17,12 @@ WARP = 32
 _ROLE_REGISTERS = re.compile(r"k(?!Compiled)([A-Z]\w*)Registers")
 
 
-def plan_lines(plan: KernelPlan, launch_guards: Sequence[Guard], registers: int | None) -> list[str]:
-    """The whole plan; `registers` are those of the compiled kernel, None when it is not in the store."""
+def plan_lines(plan: KernelPlan, launch_guards: Sequence[Guard], registers: int | None, why: str = "") -> list[str]:
+    """The whole plan; `registers` are those of the compiled kernel, None when it is not in the store; `why` says what
+    decided on its body.
+    """
     sections = [
+        ("body", [f"{plan.variant.body}: {why}"] if why else []),
         ("axes", [f"{name} = {value}" for name, value in plan.variant.axes]),
         ("launch", launch_lines(plan, registers)),
         ("budget", aligned(plan.budget)),

@@ -74,11 +74,11 @@ def explain(
     if as_json:
         echo_json(_selection_json(selection))
         return
-    lines = [f"{selection.spec.name}: {describe_spec(selection.spec)}"]
+    lines, reasons = [f"{selection.spec.name}: {describe_spec(selection.spec)}"], selection.matrix.reasons()
     for cell in selection.matrix.refused:
         lines.append(f"  refused: {cell.op} {cell.role} on {cell.arch}: {cell.refusal}")
     for plan in selection.matrix.plans():
-        lines += ["", *plan_lines(plan, _launch_guards(plan), _registers(plan))]
+        lines += ["", *plan_lines(plan, _launch_guards(plan), _registers(plan), reasons.get(plan.slug, ""))]
     echo_lines(lines + _spec_guard_lines(selection))
 
 
@@ -183,7 +183,8 @@ def _logits_lines(selection: Selection, batch: int, next_n: int, width: int | No
             plans = [
                 p for p in selection.matrix.plans() if (p.variant.family, p.variant.arch) == ("indexer_logits", name)
             ]
-            lines.append(explain_forms(plans, LogitsShape(batch, next_n, width or 0, index.heads), count, arch(name)))
+            shape, reasons = LogitsShape(batch, next_n, width or 0, index.heads), selection.matrix.reasons()
+            lines.append(explain_forms(plans, shape, count, arch(name), reasons))
     return lines
 
 
@@ -278,9 +279,11 @@ def _selection_json(selection: Selection) -> dict[str, Any]:
         {"op": cell.op, "role": cell.role, "arch": cell.arch, "reason": cell.refusal}
         for cell in selection.matrix.refused
     ]
+    reasons = selection.matrix.reasons()
     variants = [
         {
             "slug": plan.slug,
+            "why": reasons.get(plan.slug, ""),
             "symbol": plan.symbol,
             "plan": plan.to_json(),
             "registers": _registers(plan),

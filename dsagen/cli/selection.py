@@ -110,7 +110,8 @@ def render_units(selections: Iterable[Selection]) -> list[RenderedUnit]:
 def matrix_lines(selections: Sequence[Selection], middle_column: Callable[[Cell], str] | None = None) -> list[str]:
     """The matrices as text, a block for each spec.
 
-    The columns are op, role, arch, kept or refused, what `middle_column` says, and the slug or the reason.
+    The columns are op, role, arch, kept or refused, what `middle_column` says, the slug or the reason, and what decided
+    on a body.
     """
     lines = []
     for selection in selections:
@@ -119,7 +120,7 @@ def matrix_lines(selections: Sequence[Selection], middle_column: Callable[[Cell]
         for cell in selection.matrix.cells:
             middle = [middle_column(cell)] if middle_column else []
             state = "kept" if cell.kept else "refused"
-            rows.append([cell.op, cell.role, cell.arch, state, *middle, cell_text(cell)])
+            rows.append([cell.op, cell.role, cell.arch, state, *middle, cell_text(cell), cell.why and f"({cell.why})"])
         lines += aligned(rows, indent=2)
     return lines
 
@@ -136,6 +137,7 @@ def describe_spec(spec: DeploymentSpec) -> str:
     scores = f", {spec.scores} scores" if spec.scores is not None else ""
     index = spec.index
     indexer = "" if index is None else f", index of {index.heads} heads x {index.dim}, {index.keys} keys"
+    indexer += "" if index is None or index.accumulation == "fp32" else f", {index.accumulation} accumulation"
     write = spec.kv_write
     rules = "" if write is None else " and ".join(filter(None, (write.rule, write.extra_rule)))
     writes = "" if write is None else f", {write.rows} rows by {rules}"

@@ -44,9 +44,15 @@ class _ShippedSpec(OpDeployments[None, None]):
     def serves(self, spec: DeploymentSpec, call: None) -> bool:
         """Whether it means what the shipped one does."""
         shipped = load_spec(self._name)
-        same = ("heads", "kv", "lse") if self.op == "sparse_decode" else ("index", "scores")
         has_ops = set(shipped.ops) <= set(spec.ops) and spec.extra_kv is None and spec.topk >= shipped.topk
-        return has_ops and all(getattr(spec, name) == getattr(shipped, name) for name in same)
+        return has_ops and self._meaning(spec) == self._meaning(shipped)
+
+    def _meaning(self, spec: DeploymentSpec) -> tuple[object, ...]:
+        if self.op == "sparse_decode":
+            return spec.heads, spec.kv, spec.lse
+        # The rules take sums of either kind.
+        index = None if spec.index is None else spec.index.model_copy(update={"accumulation": "fast"})
+        return index, spec.scores
 
 
 INDEXER = _ShippedSpec("topk", "contest_indexer_h64")

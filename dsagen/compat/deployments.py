@@ -200,14 +200,20 @@ class Indexers(OpDeployments[LogitsNeed, LogitsNeed]):
         return call
 
     def derive(self, wanted: LogitsNeed, arch: str) -> DeploymentSpec:
-        """The indexer alone."""
-        index = {"heads": wanted.heads, "dim": wanted.dim, "keys": wanted.keys, "forms": [wanted.form]}
+        """The indexer alone, with the sums of deep_gemm."""
+        index = {
+            "heads": wanted.heads,
+            "dim": wanted.dim,
+            "keys": wanted.keys,
+            "forms": [wanted.form],
+            "accumulation": "fast",
+        }
         return DeploymentSpec(
             name="deep_gemm", model="v32", heads=1, archs=[arch], ops=[self.op], index=index, scores=wanted.scores
         )
 
     def serves(self, spec: DeploymentSpec, call: LogitsNeed) -> bool:
-        """Whether the spec's indexer is the call's."""
+        """Whether the spec's indexer is the call's, with sums of any kind."""
         index = spec.index
         if index is None or call.form not in index.forms:
             return False

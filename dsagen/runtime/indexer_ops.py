@@ -344,4 +344,4 @@ class IndexerOps(OpMethods):
         on = self._on(ordinal)
         plans = [plan for (op, _), plans in on.by_role.items() if op == OP for plan in plans]
         shape = LogitsShape(batch, next_n, width, index_of(self.spec).heads)
-        return explain_forms(plans, shape, on.facts.sm_count, arch(on.arch))
+        return explain_forms(plans, shape, on.facts.sm_count, arch(on.arch), self._matrix.reasons())

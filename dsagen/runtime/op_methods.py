@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dsagen.matrix import Matrix
 from dsagen.runtime.driver import Driver
 from dsagen.runtime.loader import Loader
 from dsagen.spec import DeploymentSpec
@@ -22,6 +23,7 @@ class OpMethods(ABC):
 
     spec: DeploymentSpec
     handle: str
+    _matrix: Matrix
     _driver: Driver
     _loader: Loader
     _debug_sync: bool

@@ -34,8 +34,8 @@ from dsagen.check.ragged_cases import Windows as RaggedWindows
 from dsagen.dependent import is_dependent
 from dsagen.errors import EmulatorError
 from dsagen.families.indexer_logits import hopper as logits_hopper
-from dsagen.families.indexer_logits.family import hopper_takes
-from dsagen.families.indexer_logits.op import BLOCKS
+from dsagen.families.indexer_logits.bodies import hopper_takes
+from dsagen.families.indexer_logits.op import BLOCKS, FORMS
 from dsagen.families.kv_cache.reference import convert_reference, read_reference, write_reference
 from dsagen.families.sparse_decode import family as decode_family
 from dsagen.families.sparse_decode import hopper
@@ -85,7 +85,11 @@ def variants() -> dict[str, Variant]:
     smallest: dict[tuple[object, ...], Variant] = {}
     for name in shipped_specs():
         spec = load_spec(name)
-        cells = [cell for arch in ARCHS for op in spec.ops for cell in family_of_op(op).expand(spec, arch_row(arch))]
+        # Of the logits the others come below, for few heads.
+        with indexer.portable_bodies():
+            cells = [
+                cell for arch in ARCHS for op in spec.ops for cell in family_of_op(op).expand(spec, arch_row(arch))
+            ]
         for variant in (cell.variant for cell in cells if cell.variant is not None and cell.kept):
             if "kvh" in dict(variant.axes) or is_dependent(variant) or variant.kernel == BLOCKS:
                 continue
@@ -103,7 +107,7 @@ def _shows_warpgroups(variant: Variant) -> bool:
     axes = dict(variant.axes)
     if variant.family == LogitsCase.op:
         # What becomes of codes orders nothing: one format of each kernel stands for all.
-        return axes["keys"] == "fp8" and hopper_takes("fp8", variant.kernel, arch_row(variant.arch))
+        return axes["keys"] == "fp8" and hopper_takes("fp8", FORMS[variant.kernel], arch_row(variant.arch))
     pair = (axes.get("kv"), axes.get("xkv"))
     return variant.body == decode_family.BODY and variant.arch == "sm_90a" and pair in _WARPGROUP_ROWS
 

@@ -148,13 +148,16 @@ def test_right_scores_are_figures_and_wrong_ones_are_not(case, keys):
             logits_run.measure_logits(ReferenceKernels(spec, spoil), case, inputs)
 
 
-def test_sums_of_fewer_bits_pass_where_the_kernel_that_runs_has_them(monkeypatch):
+def test_sums_of_fewer_bits_pass_where_the_kernel_that_runs_has_them():
     inputs = logits_inputs(SMALL, 1, device="cpu")
-    kernels = ReferenceKernels(SPEC, lambda scores: scores * (1 + 2.0**-12))
+
+    def kernels(accumulation):
+        spec = SPEC.replace(index={**SPEC.to_mapping()["index"], "accumulation": accumulation})
+        return ReferenceKernels(spec, lambda scores: scores * (1 + 2.0**-12))
+
     with pytest.raises(CheckFailed, match=r"scores\[\d+, \d+\] = "):
-        logits_run.measure_logits(kernels, SMALL, inputs)
-    monkeypatch.setenv("DSAGEN_INDEXER_LOGITS_BODY", "hopper")
-    assert logits_run.measure_logits(kernels, SMALL, inputs).gpu_us == 50.0
+        logits_run.measure_logits(kernels("fp32"), SMALL, inputs)
+    assert logits_run.measure_logits(kernels("fast"), SMALL, inputs).gpu_us == 50.0
 
 
 def test_scores_in_bf16_may_be_rounded():

@@ -1,4 +1,4 @@
-"""The hopper body of the indexer's logits: when it is asked for, what its plans hold, and what calls of it take."""
+"""The hopper body of the indexer's logits: what its plans hold, and what calls of it take."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 
-from dsagen import knobs
-from dsagen.arch import ARCHS, arch
+from dsagen.arch import arch
 from dsagen.check.indexer_cases import LogitsCase
 from dsagen.check.run import cases_of
 from dsagen.check.step_cases import StepCase
 from dsagen.cli.app import cli
-from dsagen.errors import GuardError, KnobError
-from dsagen.families.indexer_logits import family, hopper
+from dsagen.errors import GuardError
+from dsagen.families.indexer_logits import hopper
 from dsagen.families.indexer_logits.geometry import DIMS
 from dsagen.families.indexer_logits.guards import HOPPER_PLAN_GUARDS
 from dsagen.families.indexer_logits.hopper import HopperGeometry, plan_hopper, preferred_geometry, smem_fields
@@ -26,44 +25,17 @@ from dsagen.plan import KernelPlan
 from dsagen.render import render
 from dsagen.spec import load_spec
 
-KNOB = "DSAGEN_INDEXER_LOGITS_BODY"
 HOPPER = arch("sm_90a")
 HEADS = range(8, 129, 8)
 
 
-def plan_of(heads: int = 64, dim: int = 128, arch_name: str = "sm_90a", keys: str = "fp8") -> KernelPlan:
-    index = {"heads": heads, "dim": dim, "keys": keys}
-    spec = {"model": "v32", "heads": 16, "archs": [arch_name], "ops": ["indexer_logits"], "index": index}
+def plan_of(heads: int = 64, dim: int = 128, keys: str = "fp8") -> KernelPlan:
+    index = {"heads": heads, "dim": dim, "keys": keys, "accumulation": "fast"}
+    spec = {"model": "v32", "heads": 16, "archs": ["sm_90a"], "ops": ["indexer_logits"], "index": index}
     (plan,) = expand(load_spec(spec)).plans()
     return plan
 
 
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(KNOB, "hopper")
-
-
-def test_the_knob_has_the_family_s_bodies() -> None:
-    assert (family.BODY, hopper.BODY) == knobs.BODIES
-
-
-def test_without_the_knob_nothing_changes() -> None:
-    assert plan_of().variant.body == "mma_sync"
-
-
-@pytest.mark.parametrize("name", ARCHS)
-@pytest.mark.usefixtures("asked")
-def test_the_knob_asks_for_it_where_it_is_built(name: str) -> None:
-    assert plan_of(arch_name=name).variant.body == ("hopper" if name == "sm_90a" else "mma_sync")
-
-
-def test_the_knob_names_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(KNOB, "wgmma")
-    with pytest.raises(KnobError, match=f"{KNOB}='wgmma': expected one of mma_sync, hopper"):
-        plan_of()
-
-
-@pytest.mark.usefixtures("asked")
 def test_heads_are_an_axis_and_tokens_are_none() -> None:
     assert plan_of().slug == "indexer_logits-main-hopper-sm_90a-keys.fp8-dim.128-heads.64-score.fp32-smem.227"
 
@@ -95,7 +67,6 @@ def test_every_plan_fits_three_blocks_on_an_sm(heads: int, dim: int) -> None:
 @pytest.mark.parametrize("keys", ["mxfp8", "mxfp4"])
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.usefixtures("asked")
 def test_every_plan_of_scaled_blocks_fits_three_blocks_on_an_sm(heads: int, dim: int, keys: str) -> None:
     plan, g = plan_of(heads, dim, keys=keys), preferred_geometry(dim, heads, HOPPER, index_format(keys))
     assert 3 * (plan.smem_bytes + 1024) <= HOPPER.smem_per_sm_bytes
@@ -109,7 +80,6 @@ def test_every_plan_of_scaled_blocks_fits_three_blocks_on_an_sm(heads: int, dim:
     assert not hopper.sums_e4m3(plan) and hopper.sums_e4m3(plan_of(heads, dim))
 
 
-@pytest.mark.usefixtures("asked")
 def test_as_many_blocks_as_planned_are_resident() -> None:
     assert resident_ctas(plan_of(128)) == plan_of(128).min_blocks_per_sm == 3
 
@@ -124,13 +94,11 @@ def test_as_many_blocks_as_planned_are_resident() -> None:
         (120, LogitsShape(2, 5, 129, 120), (2, 3, 12, 30)),
     ],
 )
-@pytest.mark.usefixtures("asked")
 def test_partitions(heads: int, shape: LogitsShape, expected: tuple[int, ...]) -> None:
     part = partition_of(plan_of(heads), shape, 132)
     assert (part.unit_tokens, part.unit_count, part.tiles, part.blocks) == expected
 
 
-@pytest.mark.usefixtures("asked")
 def test_shared_memory_begins_where_the_swizzle_counts_from() -> None:
     text = render(plan_of()).text
     assert "extern __shared__ __align__(1024) u8 dynamic_smem[];" in text
@@ -150,7 +118,6 @@ def test_shared_memory_begins_where_the_swizzle_counts_from() -> None:
         ({"shared_bytes": 49_151}, "IL-46"),
     ],
 )
-@pytest.mark.usefixtures("asked")
 def test_a_plan_that_is_refused_says_so(change: dict[str, int], guard_id: str) -> None:
     g: HopperGeometry = replace(preferred_geometry(128, 64, HOPPER), **change)
     with pytest.raises(GuardError, match=rf"^\[{guard_id}\] .* \(indexer_logits-main-hopper-"):
@@ -162,13 +129,11 @@ def test_q_of_few_tokens_leaves_room_for_more_stages() -> None:
     assert [g.stages_for(tokens) for tokens in (1, 2, 3, 4)] == [3, 3, 2, 2]
 
 
-@pytest.mark.usefixtures("asked")
 def test_the_floor_has_products_of_codes_at_twice_the_rate() -> None:
     flops = 2 * 128 * 8 * 32768 * 64 * 128
     assert floor_seconds(plan_of(), LogitsShape(128, 8, 32768, 64), HOPPER) == pytest.approx(flops / (2 * 797e12))
 
 
-@pytest.mark.usefixtures("asked")
 def test_explain_tells_copies_and_units() -> None:
     call = CliRunner().invoke(cli, ["explain", "v32_indexer_h128", "--batch", "2", "--s-q", "5", "--width", "300"])
     assert "units: 2 a request, 4 tokens share a pass over its keys\n" in call.output
@@ -180,14 +145,11 @@ def test_explain_tells_copies_and_units() -> None:
     )
 
 
-def test_the_check_allows_short_sums_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = load_spec("v32_decode_h16")
-
-    def declared() -> set[bool]:
+def test_the_check_allows_short_sums_where_they_are() -> None:
+    def declared(accumulation: str) -> set[bool]:
+        spec = load_spec("v32_decode_h16").replace(index={"accumulation": accumulation})
         return {
             case.short_sums for case in cases_of(spec, "sm_90a", "quick") if isinstance(case, LogitsCase | StepCase)
         }
 
-    assert declared() == {False}
-    monkeypatch.setenv(KNOB, "hopper")
-    assert declared() == {True}
+    assert (declared("fp32"), declared("fast")) == ({False}, {True})

@@ -1,4 +1,4 @@
-"""The hopper body over keys in one piece: what asks for it, what its plans hold, and what calls of it take."""
+"""The hopper body over keys in one piece: what its plans hold, and what calls of it take."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from dsagen.arch import ARCHS, arch
+from dsagen.arch import arch
 from dsagen.check.ragged_cases import RaggedCase
 from dsagen.check.run import cases_of
 from dsagen.errors import GuardError
@@ -21,38 +21,19 @@ from dsagen.plan import KernelPlan
 from dsagen.render import render
 from dsagen.spec import DeploymentSpec, load_spec
 
-KNOB = "DSAGEN_INDEXER_LOGITS_BODY"
 HOPPER = arch("sm_90a")
 
 
-def spec_of(heads: int = 64, arch_name: str = "sm_90a", keys: str = "fp8", form: str = "ragged") -> DeploymentSpec:
-    index = {"heads": heads, "keys": keys, "forms": [form]}
-    return load_spec({"model": "v32", "heads": 16, "archs": [arch_name], "ops": ["indexer_logits"], "index": index})
+def spec_of(heads: int = 64, accumulation: str = "fast") -> DeploymentSpec:
+    index = {"heads": heads, "forms": ["ragged"], "accumulation": accumulation}
+    return load_spec({"model": "v32", "heads": 16, "archs": ["sm_90a"], "ops": ["indexer_logits"], "index": index})
 
 
-def plan_of(heads: int = 64, arch_name: str = "sm_90a", keys: str = "fp8", form: str = "ragged") -> KernelPlan:
-    (plan,) = expand(spec_of(heads, arch_name, keys, form)).plans()
+def plan_of(heads: int = 64) -> KernelPlan:
+    (plan,) = expand(spec_of(heads)).plans()
     return plan
 
 
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(KNOB, "hopper")
-
-
-def test_without_the_knob_nothing_changes() -> None:
-    assert plan_of().variant.body == "mma_sync"
-
-
-@pytest.mark.parametrize("name", ARCHS)
-@pytest.mark.usefixtures("asked")
-def test_the_knob_asks_for_it_where_it_is_built(name: str) -> None:
-    assert plan_of(arch_name=name).variant.body == ("hopper" if name == "sm_90a" else "mma_sync")
-    assert plan_of(arch_name=name, keys="mxfp8").variant.body == "mma_sync"
-    assert plan_of(arch_name=name, form="candidates").variant.body == "mma_sync"
-
-
-@pytest.mark.usefixtures("asked")
 def test_heads_are_an_axis() -> None:
     assert plan_of().slug == "indexer_logits-ragged-hopper-sm_90a-keys.fp8-dim.128-heads.64-score.fp32-smem.227"
 
@@ -72,7 +53,6 @@ def test_every_plan_fits_an_sm(heads: int, dim: int) -> None:
     assert g.query_rows // heads == g.groups * g.queries
 
 
-@pytest.mark.usefixtures("asked")
 def test_a_block_is_resident() -> None:
     assert resident_ctas(plan_of(128)) == plan_of(128).min_blocks_per_sm == 1
 
@@ -86,13 +66,11 @@ def test_a_block_is_resident() -> None:
         (8, RaggedShape(3, 100, 8), (3, 1, 1, 1)),
     ],
 )
-@pytest.mark.usefixtures("asked")
 def test_partitions(heads: int, shape: RaggedShape, expected: tuple[int, ...]) -> None:
     part = ragged_partition(plan_of(heads), shape, 132)
     assert (part.unit_tokens, part.unit_count, part.tiles, part.blocks) == expected
 
 
-@pytest.mark.usefixtures("asked")
 def test_the_unit_has_the_guards() -> None:
     text = render(plan_of()).text
     assert all(f"[{guard.guard_id}]" in text for guard in HOPPER_RAGGED_PLAN_GUARDS)
@@ -111,14 +89,12 @@ def test_the_unit_has_the_guards() -> None:
         ({"groups": 3}, "IL-45"),
     ],
 )
-@pytest.mark.usefixtures("asked")
 def test_a_plan_that_is_refused_says_so(change: dict[str, int], guard_id: str) -> None:
     g = replace(preferred_geometry(128, 64), **change)
     with pytest.raises(GuardError, match=rf"^\[{guard_id}\] .* \(indexer_logits-ragged-hopper-"):
         plan_hopper_ragged(plan_of().variant, g)
 
 
-@pytest.mark.usefixtures("asked")
 def test_the_floor_has_products_of_codes_at_their_own_rate() -> None:
     (figures,) = HOPPER.figures
     flops = 2 * 4096 * 32768 * 64 * 128
@@ -130,10 +106,9 @@ def test_the_floor_has_products_of_codes_at_their_own_rate() -> None:
     assert "grid: 132 CTAs share up to 131072 tiles of 128 keys\n" in text
 
 
-def test_the_check_allows_short_sums_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    def declared() -> set[bool]:
-        return {case.short_sums for case in cases_of(spec_of(), "sm_90a", "quick") if isinstance(case, RaggedCase)}
+def test_the_check_allows_short_sums_where_they_are() -> None:
+    def declared(accumulation: str) -> set[bool]:
+        cases = cases_of(spec_of(accumulation=accumulation), "sm_90a", "quick")
+        return {case.short_sums for case in cases if isinstance(case, RaggedCase)}
 
-    assert declared() == {False}
-    monkeypatch.setenv(KNOB, "hopper")
-    assert declared() == {True}
+    assert (declared("fp32"), declared("fast")) == ({False}, {True})

@@ -56,17 +56,20 @@ def test_the_model_fills_in_its_indexer() -> None:
     assert load_spec({**SPEC, "ops": ["topk"]}).index is None
 
 
-def test_forms_are_for_ops_that_score() -> None:
+def test_forms_and_accumulation_are_for_ops_that_score() -> None:
     text = YAML.replace("indexer_logits", "index_cache")
-    with pytest.raises(SpecError) as caught:
-        parse_spec(text + "index: {forms: [paged]}\n", "f.yaml")
-    assert str(caught.value) == (
-        "f.yaml:5: index.forms = ['paged']: nothing reads it: add indexer_logits to ops, or leave it out"
-    )
-    both = load_spec({**SPEC, "ops": ["indexer_logits", "index_cache"], "index": {"forms": ["ragged"]}})
+    for key, written, shown in (("forms", "[paged]", "['paged']"), ("accumulation", "fast", "'fast'")):
+        with pytest.raises(SpecError) as caught:
+            parse_spec(text + f"index: {{{key}: {written}}}\n", "f.yaml")
+        assert str(caught.value) == (
+            f"f.yaml:5: index.{key} = {shown}: nothing reads it: add indexer_logits to ops, or leave it out"
+        )
+    declared = {"forms": ["ragged"], "accumulation": "fast"}
+    both = load_spec({**SPEC, "ops": ["indexer_logits", "index_cache"], "index": declared})
     caches = both.only("index_cache")
-    assert "forms" not in caches.to_mapping()["index"] and load_spec(caches.to_mapping()) == caches
-    assert both.to_mapping()["index"]["forms"] == ["ragged"]
+    assert load_spec(caches.to_mapping()) == caches
+    assert caches.to_mapping()["index"] == {"heads": 64, "dim": 128, "keys": "fp8"}
+    assert both.to_mapping()["index"] == {**caches.to_mapping()["index"], **declared}
 
 
 def test_one_op_of_several_keeps_what_it_reads() -> None:
@@ -96,6 +99,11 @@ def test_one_op_of_several_keeps_what_it_reads() -> None:
         (YAML + "index: {forms: {paged: 1}}\n", "f.yaml:5: index.forms = {'paged': 1}: must be a list of names"),
         (YAML + "index: {forms:}\n", "f.yaml:5: index.forms = None: must be a list of names"),
         (YAML + "index: {forms: []}\n", "f.yaml:5: index.forms = []: must list at least one"),
+        (
+            YAML + "index: {accumulation: fp16}\n",
+            "f.yaml:5: index.accumulation = 'fp16': is not allowed: must be 'fp32' or 'fast' (did you mean fp32?)",
+        ),
+        (YAML + "index: {accumulation:}\n", "f.yaml:5: index.accumulation = None: is not allowed: must be 'fp32' or"),
         (YAML + "index: {dim: 96}\n", "f.yaml:5: index.dim = 96: is not allowed: must be 32, 64 or 128"),
         (
             YAML + "index: {keys: fp9}\n",
@@ -288,10 +296,12 @@ def test_the_ragged_floor_counts_products_of_every_pair() -> None:
     assert ragged_floor_seconds(plan, RaggedShape(1, 64, 8), arch("sm_80")) is None
 
 
-def test_explain_tells_kernels_and_calls() -> None:
+def test_explain_tells_kernels_and_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSAGEN_INDEXER_LOGITS_BODY", "mma_sync")
     kernels = CliRunner().invoke(cli, ["explain", "v32_indexer_h128"]).output
     assert kernels.startswith(
-        "v32_indexer_h128: v32, 128 heads, KV v32 (topk 2048), index of 64 heads x 128, fp8 keys, fp32 scores\n"
+        "v32_indexer_h128: v32, 128 heads, KV v32 (topk 2048), index of 64 heads x 128, fp8 keys, fast accumulation, "
+        "fp32 scores\n"
     )
     for text in ("132 B of memory traffic a key", "[IL-10]  row_stride_bytes ==", "grid of min(2 x SMs, tiles) blocks"):
         assert text in kernels

@@ -24,7 +24,7 @@ def no_knobs(monkeypatch):
 
 
 def make(**changes):
-    driver = FakeDriver(attributes_of=replace(GOOD, registers=200))
+    driver = FakeDriver(attributes_of=replace(GOOD, registers=128))
     return driver, Kernels(load_spec({**SPEC, **changes}), open_driver=lambda: driver, read=fake_cubins)
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dsagen import knobs
-from dsagen.arch import WGMMA, Arch
+from dsagen.arch import Arch
 from dsagen.arch import arch as arch_row
 from dsagen.families.indexer_logits import hopper, hopper_ragged
+from dsagen.families.indexer_logits.bodies import PORTABLE, choose_body
 from dsagen.families.indexer_logits.geometry import (
     CODES_CPP,
     MOST_HEADS,
@@ -24,7 +24,7 @@ from dsagen.families.indexer_logits.guards import (
     RAGGED_WARPGROUP_GUARDS,
     WARPGROUP_GUARDS,
 )
-from dsagen.families.indexer_logits.op import BLOCKS, FORMS, PAGED, RAGGED, ROLES
+from dsagen.families.indexer_logits.op import BLOCKS, FORMS, RAGGED, ROLES
 from dsagen.families.indexer_logits.params import params_of
 from dsagen.family import Cell
 from dsagen.guard import Guard, check
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from dsagen.spec import DeploymentSpec, IndexSpec
 
 NAME = "indexer_logits"
-BODY = "mma_sync"
 
 # A plan guard's names in the generated unit; names that are not here are printed as numbers.
 _C_NAMES = {
@@ -62,12 +61,11 @@ class IndexerLogits:
     def expand(self, spec: DeploymentSpec, arch: Arch) -> tuple[Cell, ...]:
         """A kernel for each form that the spec has keys in, for any number of tokens."""
         assert spec.index is not None and spec.scores is not None, "a spec with the op has an index and a score dtype"
-        roles = [ROLES[form] for form in spec.index.forms]
-        return tuple(Cell(NAME, role, arch.name, _variant(spec.index, spec.scores, role, arch)) for role in roles)
+        return tuple(_cell(spec.index, spec.scores, form, arch) for form in spec.index.forms)
 
     def plan(self, variant: Variant) -> KernelPlan:
         """The plan of a variant; GuardError names the limit that it breaks."""
-        if variant.body != hopper.BODY:
+        if variant.body == PORTABLE:
             return plan_main(variant)
         return hopper_ragged.plan_hopper_ragged(variant) if variant.kernel == RAGGED else hopper.plan_hopper(variant)
 
@@ -75,22 +73,10 @@ class IndexerLogits:
 FAMILY = IndexerLogits()
 
 
-def body_of(keys: str, role: str, arch: Arch) -> str:
-    """The body that DSAGEN_INDEXER_LOGITS_BODY asks for, where it takes these keys in that form; else `mma_sync`."""
-    asked = knobs.INDEXER_LOGITS_BODY.get() == hopper.BODY
-    return hopper.BODY if asked and hopper_takes(keys, role, arch) else BODY
-
-
-def hopper_takes(keys: str, role: str, arch: Arch) -> bool:
-    """Whether the hopper body is built for keys of that format, for a kernel of that role, on an arch."""
-    formats = {PAGED: hopper.KEYS, RAGGED: hopper_ragged.KEYS}.get(role, ())
-    return arch.mma_class == WGMMA and keys in formats
-
-
-def _variant(index: IndexSpec, scores: str, role: str, arch: Arch) -> Variant:
-    body = body_of(index.keys, role, arch)
+def _cell(index: IndexSpec, scores: str, form: str, arch: Arch) -> Cell:
+    body, why = choose_body(index, form, arch)
     # Columns of a product; to the portable body they are a loop.
-    heads: tuple[tuple[str, str | int], ...] = (("heads", index.heads),) if body == hopper.BODY else ()
+    heads: tuple[tuple[str, str | int], ...] = () if body == PORTABLE else (("heads", index.heads),)
     axes: tuple[tuple[str, str | int], ...] = (
         ("keys", index.keys),  # how codes become operands
         ("dim", index.dim),  # steps of a product, registers, shared memory
@@ -98,7 +84,7 @@ def _variant(index: IndexSpec, scores: str, role: str, arch: Arch) -> Variant:
         ("score", scores),  # the conversion and the width of a store
         ("smem", arch.smem_class),  # shared memory: stages of the ring, blocks on an SM
     )
-    return Variant(NAME, role, body, arch.name, axes)
+    return Cell(NAME, ROLES[form], arch.name, Variant(NAME, ROLES[form], body, arch.name, axes), why=why)
 
 
 def plan_main(variant: Variant, geometry: Geometry | None = None) -> KernelPlan:

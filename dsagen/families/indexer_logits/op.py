@@ -168,15 +168,20 @@ def explain_call(plan: KernelPlan, shape: LogitsShape, sm_count: int, arch: Arch
     return "\n".join(lines)
 
 
-def explain_forms(plans: Iterable[KernelPlan], shape: LogitsShape, sm_count: int, arch: Arch) -> str:
-    """What calls of each of these kernels take, whose tokens see up to `shape.width` keys."""
-    ragged = RaggedShape(shape.tokens, shape.width, shape.heads)
-    texts = [
-        explain_ragged_call(plan, ragged, sm_count, arch)
-        if plan.variant.kernel == RAGGED
-        else explain_call(plan, shape, sm_count, arch)
-        for plan in plans
-    ]
+def explain_forms(
+    plans: Iterable[KernelPlan], shape: LogitsShape, sm_count: int, arch: Arch, reasons: Mapping[str, str]
+) -> str:
+    """What calls of each of these kernels take, whose tokens see up to `shape.width` keys.
+
+    `reasons` says why a kernel has its body, by slug.
+    """
+    ragged, texts = RaggedShape(shape.tokens, shape.width, shape.heads), []
+    for plan in plans:
+        if plan.variant.kernel == RAGGED:
+            texts.append(explain_ragged_call(plan, ragged, sm_count, arch))
+        else:
+            texts.append(explain_call(plan, shape, sm_count, arch))
+        texts.append(f"body: {plan.variant.body}: {reasons[plan.slug]}")
     return "\n".join(texts)
 
 
