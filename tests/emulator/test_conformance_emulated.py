@@ -78,6 +78,7 @@ CANDIDATES_CORE = (
     r"blocks\.(contents\.special|length\.unscored|place\.wild|graph)|candidates\.(contents\.(special|large)|list\.(wild\.block16|many)|length\.beyond|place\.(strided|wild)"
     r"|shape\.(heads24|slots9)|graph|alone)"
 )
+FP32_SUMS: Mapping[str, Any] = {"index": {"heads": 64, "dim": 128, "keys": "fp8", "accumulation": "fp32"}}
 SMALL_GQA: Mapping[str, Any] = {"heads": 8, "kv_heads": 2}
 
 
@@ -134,12 +135,27 @@ SUITES = (
         "topk-bf16-sm_90a", "v32_topk_h128", "sm_90a", r"topk\.(data\..*\.k512|width\..*)", changes={"scores": "bf16"}
     ),
     Suite("topk-bf16-sm_80", "v32_topk_h128", "sm_80", r"topk\.(data\.\w*\.k512|ids\.\w*)", changes={"scores": "bf16"}),
-    Suite("logits-sm_90a", "v32_indexer_h128", "sm_90a"),
+    # The hopper body, one kernel of as many heads as the spec has, and the portable one, whose heads are an argument.
+    Suite("logits-sm_90a", "v32_indexer_h128", "sm_90a", but=rf"{SLOW}|logits\.shape\.heads(?!64).*"),
+    Suite(
+        "logits-fp32",
+        "v32_indexer_h128",
+        "sm_90a",
+        r"logits\.(shape\.heads.*|window\.(beyond|edges).*|place\.strided|unscored.*)",
+        changes=FP32_SUMS,
+    ),
     Suite("logits-sm_80", "v32_indexer_h128", "sm_80", r"logits\.contents\..*"),
     Suite("index-sm_90a", "v32_index_cache_h128", "sm_90a", but=r"index\.(gather\.repeated|.*page(2|61|256)\..*)"),
     Suite("index-sm_80", "v32_index_cache_h128", "sm_80", r"index\.(write\.[nmztls]|gather\.page5).*"),
     Suite("index-mxfp4-sm_90a", "v4_index_cache_h64", "sm_90a", r"index\.(write\.[nmztls]|.*page(1|64)\.pad).*"),
     Suite("ragged-sm_90a", "v32_indexer_ragged_h128", "sm_90a", RAGGED_CORE),
+    Suite(
+        "ragged-fp32",
+        "v32_indexer_ragged_h128",
+        "sm_90a",
+        r"ragged\.(window\.(beyond|edges.*fill)|place\.strided|unscored.150)",
+        changes={"index": {**FP32_SUMS["index"], "forms": ["ragged"]}},
+    ),
     Suite("candidates-sm_90a", "v41_indexer_candidates_h64", "sm_90a", CANDIDATES_CORE),
     Suite(
         "logits-bf16-d64",
