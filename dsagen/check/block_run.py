@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dsagen.check.block_cases import BlockCase
 from dsagen.check.indexer_inputs import LogitsInputs, make_inputs
-from dsagen.check.indexer_run import LogitsRun
+from dsagen.check.indexer_run import LogitsRun, requests_of
 from dsagen.check.outputs import GuardedTensor
 from dsagen.check.probes import WrongResultError
 from dsagen.check.scores_run import ScoresRun, differs_exactly, require_none
@@ -100,9 +100,7 @@ class BlockRun(ScoresRun[BlockCase, BlockKernels, LogitsInputs]):
 
     def parts(self, inputs: LogitsInputs) -> Iterator[tuple[str, slice, LogitsInputs]]:
         """The requests."""
-        next_n = self.case.call.next_n
-        for request in range(self.case.call.batch):
-            yield f"request {request}", slice(request * next_n, (request + 1) * next_n), inputs.request(request)
+        return requests_of(self.case.call, inputs)
 
 
 def _differs(counts: Tensor, seen: Tensor) -> Tensor:

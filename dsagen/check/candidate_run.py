@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dsagen.check.candidate_cases import CandidateCase, Lists
 from dsagen.check.indexer_inputs import LogitsInputs, make_inputs, whole_storage
-from dsagen.check.indexer_run import with_magnitudes
+from dsagen.check.indexer_run import requests_of, with_magnitudes
 from dsagen.check.outputs import GuardedTensor
 from dsagen.check.scores_run import ScoresRun, differs_exactly, differs_more, is_exact, require_none
 from dsagen.families.indexer_logits.reference import candidates_reference, limits_reference
@@ -136,9 +136,7 @@ class CandidateRun(ScoresRun[CandidateCase, CandidateKernels, CandidateInputs]):
 
     def parts(self, inputs: CandidateInputs) -> Iterator[tuple[str, slice, CandidateInputs]]:
         """The requests."""
-        next_n = self.case.call.next_n
-        for request in range(self.case.call.batch):
-            yield f"request {request}", slice(request * next_n, (request + 1) * next_n), inputs.request(request)
+        return requests_of(self.case.call, inputs)
 
     def _reference(self, inputs: CandidateInputs, record: IndexFormat) -> Tensor:
         given: Any = (*inputs.tensors, record, self.case.block_size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,16 +12,7 @@ from torch import Tensor
 from dsagen.check.indexer_cases import LogitsCase
 from dsagen.check.indexer_inputs import LogitsInputs, make_inputs
 from dsagen.check.outputs import GuardedTensor
-from dsagen.check.scores_run import (
-    SHORT_SUM_ERRORS,
-    SUM_ERROR,
-    ScoresRun,
-    differs_exactly,
-    differs_more,
-    is_exact,
-    magnitudes_of_codes,
-    require_none,
-)
+from dsagen.check.scores_run import ScoresRun, magnitudes_of_codes, require_scores
 from dsagen.families.indexer_logits.reference import limits_reference, logits_reference
 from dsagen.index_format import SCALE_WORD_BYTES, IndexFormat
 from dsagen.spec import DeploymentSpec, IndexSpec
@@ -65,34 +56,40 @@ class LogitsRun(ScoresRun[LogitsCase, LogitsKernels, LogitsInputs]):
 
     def compare_scores(self, inputs: LogitsInputs, record: IndexFormat, outputs: GuardedTensor) -> None:
         """WrongResultError for the first score that differs from the reference, or was not to be written."""
-        case, found = self.case, outputs.view
+        case, behind = self.case, None
         want, scored = logits_reference(
             *inputs.tensors, record, case.width, unscored_up_to=case.unscored, **inputs.named
         )
-        outside = ~scored
         if case.fill:
             most = min(case.width, inputs.block_table.shape[1] * case.page_size)
             limits = limits_reference(inputs.context_lens, case.batch, case.next_n, most).flatten()
             behind = torch.arange(case.width, device=self.device) >= limits[:, None]
-            require_none("columns behind the window", found, behind & (found != -torch.inf), want)
-            outside &= ~behind
-        untouched = found.view(outputs.whole.dtype) == outputs.poison
-        require_none("columns that nothing should write", found, outside & ~untouched, want)
-        require_none("scores", found, scored & self._differs(found, want, inputs, record), want)
+
+        def size() -> Tensor:
+            sized = with_magnitudes(record, inputs)
+            return logits_reference(*sized.tensors, record, case.width, q_scales=inputs.q_scales)[0]
+
+        require_scores(case, outputs, want, scored, behind, size)
 
     def parts(self, inputs: LogitsInputs) -> Iterator[tuple[str, slice, LogitsInputs]]:
         """The requests."""
-        next_n = self.case.next_n
-        for request in range(self.case.batch):
-            yield f"request {request}", slice(request * next_n, (request + 1) * next_n), inputs.request(request)
+        return requests_of(self.case, inputs)
 
-    def _differs(self, found: Tensor, want: Tensor, inputs: LogitsInputs, record: IndexFormat) -> Tensor:
-        if is_exact(self.case.contents):
-            return differs_exactly(found, want)
-        sized = with_magnitudes(record, inputs)
-        size, _ = logits_reference(*sized.tensors, record, self.case.width, q_scales=inputs.q_scales)
-        error = SHORT_SUM_ERRORS[self.case.contents] if self.case.short_sums else SUM_ERROR
-        return differs_more(found, want, size, error)
+
+class OfRequests(Protocol):
+    """Tensors of a call over keys in pages."""
+
+    def request(self, index: int) -> Self: ...  # noqa: D102
+
+
+InputsT = TypeVar("InputsT", bound=OfRequests)
+
+
+def requests_of(call: LogitsCase, inputs: InputsT) -> Iterator[tuple[str, slice, InputsT]]:
+    """Calls of one request each: name, rows of scores, and inputs in the same memory."""
+    for request in range(call.batch):
+        rows = slice(request * call.next_n, (request + 1) * call.next_n)
+        yield f"request {request}", rows, inputs.request(request)
 
 
 def with_magnitudes(record: IndexFormat, inputs: LogitsInputs) -> LogitsInputs:

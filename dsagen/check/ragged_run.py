@@ -13,16 +13,7 @@ from dsagen.check.indexer_cases import EDGES, Contents
 from dsagen.check.indexer_inputs import as_codes, codes_of, query_scales, scales_of, weights_of, whole_storage
 from dsagen.check.outputs import GuardedTensor
 from dsagen.check.ragged_cases import RaggedCase, Windows
-from dsagen.check.scores_run import (
-    SHORT_SUM_ERRORS,
-    SUM_ERROR,
-    ScoresRun,
-    differs_exactly,
-    differs_more,
-    is_exact,
-    magnitudes_of_codes,
-    require_none,
-)
+from dsagen.check.scores_run import ScoresRun, magnitudes_of_codes, require_scores
 from dsagen.families.indexer_logits.reference import ragged_reference, window_reference
 from dsagen.index_format import IndexFormat
 from dsagen.spec import DeploymentSpec, IndexSpec
@@ -185,31 +176,21 @@ class RaggedRun(ScoresRun[RaggedCase, RaggedKernels, RaggedInputs]):
         case = self.case
         given: Any = (*inputs.tensors, record, case.max_window)
         want, scored = ragged_reference(*given, q_scales=inputs.q_scales, unscored_up_to=case.unscored)
-        found, outside = outputs.view, ~scored
-        if case.fill:
-            _, seen = ragged_reference(*given, q_scales=inputs.q_scales)
-            require_none("columns outside of the window", found, ~seen & (found != -torch.inf), want)
-            outside &= seen
-        untouched = found.view(outputs.whole.dtype) == outputs.poison
-        require_none("columns that nothing should write", found, outside & ~untouched, want)
-        require_none("scores", found, scored & self._differs(found, want, inputs, record), want)
+        outside = ~ragged_reference(*given, q_scales=inputs.q_scales)[1] if case.fill else None
+
+        def size() -> Tensor:
+            sized = replace(
+                inputs,
+                q=magnitudes_of_codes(record, inputs.q),
+                keys=magnitudes_of_codes(record, inputs.keys),
+                weights=inputs.weights.abs(),
+            )
+            given: Any = (*sized.tensors, record, case.max_window)
+            return ragged_reference(*given, q_scales=inputs.q_scales)[0]
+
+        require_scores(case, outputs, want, scored, outside, size)
 
     def parts(self, inputs: RaggedInputs) -> Iterator[tuple[str, slice, RaggedInputs]]:
         """The tokens."""
         for token in range(self.case.tokens):
             yield f"token {token}", slice(token, token + 1), inputs.token(token)
-
-    def _differs(self, found: Tensor, want: Tensor, inputs: RaggedInputs, record: IndexFormat) -> Tensor:
-        if is_exact(self.case.contents):
-            return differs_exactly(found, want)
-        sized = replace(
-            inputs,
-            q=magnitudes_of_codes(record, inputs.q),
-            keys=magnitudes_of_codes(record, inputs.keys),
-            weights=inputs.weights.abs(),
-        )
-        given: Any = (*sized.tensors, record, self.case.max_window)
-        size = ragged_reference(*given, q_scales=inputs.q_scales)[0]
-        return differs_more(
-            found, want, size, SHORT_SUM_ERRORS[self.case.contents] if self.case.short_sums else SUM_ERROR
-        )

@@ -14,6 +14,7 @@ from torch import Tensor
 from dsagen.check.indexer_cases import REPEATS, Contents, LogitsCase, Probe
 from dsagen.check.outputs import GuardedTensor
 from dsagen.check.probes import NotRunError, WrongResultError
+from dsagen.check.ragged_cases import RaggedCase
 from dsagen.families.indexer_logits.hopper import sums_e4m3
 from dsagen.index_format import IndexFormat, index_format
 from dsagen.matrix import Matrix
@@ -169,6 +170,30 @@ def differs_more(found: Tensor, want: Tensor, size: Tensor, of_size: float = SUM
         bound = bound + want.abs() * _BF16_ERROR
     error = (found.double() - want).abs()
     return ~((error <= bound) | (found.double() == want))
+
+
+def require_scores(
+    case: LogitsCase | RaggedCase,
+    outputs: GuardedTensor,
+    want: Tensor,
+    scored: Tensor,
+    filled: Tensor | None,
+    size: Callable[[], Tensor],
+) -> None:
+    """WrongResultError for the first column that is not as `want` has it where `scored`, -inf where `filled`, or left
+    alone elsewhere. `size` gives the magnitudes that scores are sums of, asked for where these are not exact.
+    """
+    found, outside = outputs.view, ~scored
+    if filled is not None:
+        require_none("columns outside of the window", found, filled & (found != -torch.inf), want)
+        outside &= ~filled
+    untouched = found.view(outputs.whole.dtype) == outputs.poison
+    require_none("columns that nothing should write", found, outside & ~untouched, want)
+    if is_exact(case.contents):
+        bad = differs_exactly(found, want)
+    else:
+        bad = differs_more(found, want, size(), SHORT_SUM_ERRORS[case.contents] if case.short_sums else SUM_ERROR)
+    require_none("scores", found, scored & bad, want)
 
 
 def magnitudes_of_codes(record: IndexFormat, codes: Tensor) -> Tensor:

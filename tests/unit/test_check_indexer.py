@@ -152,7 +152,7 @@ PADDED = LogitsCase("logits.x", pad_bytes=64)
         ("differs each time", LogitsCase("logits.x", contents=Contents.NORMAL, probe=Probe.REPEATED), "run 2: scores["),
         ("gives pages that there are not zeros", LogitsCase("logits.x", page_size=5, wild=True), "scores: scores["),
         ("scores past the window", PLAIN, "columns that nothing should write: scores["),
-        ("does not fill", LogitsCase("logits.x", fill=True), "columns behind the window: scores["),
+        ("does not fill", LogitsCase("logits.x", fill=True), "columns outside of the window: scores["),
         ("writes past the row", PLAIN, "1 elements outside of the scores were written"),
         ("returns another tensor", PLAIN, "the op did not return the output that it was given"),
     ],
