@@ -23,9 +23,10 @@ from dsagen.check.indexer_run import LogitsRun
 from dsagen.check.probes import WrongResultError
 from dsagen.check.ragged_cases import RaggedCase
 from dsagen.check.ragged_run import RaggedRun
+from dsagen.check.scores_run import ScoresRun
 from dsagen.emulator import Memory
 from dsagen.families.indexer_logits import FAMILY, hopper
-from dsagen.families.indexer_logits.op import partition_of, ragged_partition
+from dsagen.families.indexer_logits.op import Partition, partition_of, ragged_partition
 from dsagen.matrix import expand
 from dsagen.plan import Variant
 from dsagen.runtime.emulated import EmulatorDriver
@@ -36,10 +37,8 @@ from dsagen.runtime.indexer_candidates import FORM as CANDIDATES_FORM
 from dsagen.runtime.indexer_candidates import CandidateTensors, bind_candidates
 from dsagen.runtime.indexer_ragged import FORM as RAGGED_FORM
 from dsagen.runtime.indexer_ragged import RaggedTensors, bind_ragged
+from dsagen.runtime.launch import CallForm
 from dsagen.spec import DeploymentSpec, load_spec
-
-# Parameters that point into a tensor of the call.
-_POINTERS = {name: FORM.addresses[name] for name in ("q", "k_cache", "weights", "lens", "block_table", "q_scales")}
 
 
 @cache
@@ -88,6 +87,33 @@ def after_grid(kernel: Kernel, memory: Memory, names: tuple[str, ...] | None) ->
     return memory.after(*names)
 
 
+def shared_values(part: Partition) -> dict[str, Any]:
+    """Arguments that say how a call is shared."""
+    return {"unit_tokens": part.unit_tokens, "unit_count": part.unit_count, "blocks": part.blocks}
+
+
+def placed(given: Any, form: CallForm, values: dict[str, Any]) -> Memory:
+    """Memory of the tensors that a call brings, in the whole of their storages; `values` come to point there."""
+    memory = Memory()
+    for parameter, name in form.addresses.items():
+        tensor = getattr(given, str(name))
+        if tensor is None:
+            continue
+        whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+        address = memory.add(str(name), whole, writable=name in form.outputs, initialised=name not in form.outputs)
+        values[parameter] += address - whole.data_ptr()
+    return memory
+
+
+def complaint(run: ScoresRun[Any, Any, Any]) -> str:
+    """What the check says of a run, empty where the kernel is right."""
+    try:
+        run.run()
+    except WrongResultError as error:
+        return str(error)
+    return ""
+
+
 @dataclass(frozen=True)
 class EmulatedIndexer:
     """A kernel with the signature of the runtime's method, on `sms` SMs: few, so that a warp has tile after tile.
@@ -119,15 +145,8 @@ class EmulatedIndexer:
         driver = EmulatorDriver(arch_row(self.spec.archs[0]))
         shape, arguments = bind(given, None, unscored_up_to, fill_neg_inf, self.spec, driver)
         part = partition_of(self.kernel.plan, shape, self.sms)
-        shared = {"unit_tokens": part.unit_tokens, "unit_count": part.unit_count, "blocks": part.blocks}
-        values: dict[str, Any] = {**arguments, **shared, **out_arguments(out)}
-        memory = Memory()
-        for parameter, name in (*_POINTERS.items(), ("scores", "out")):
-            if getattr(given, name) is None:
-                continue
-            whole = torch.empty(0, dtype=torch.uint8).set_(getattr(given, name).untyped_storage())
-            address = memory.add(name, whole, writable=name == "out", initialised=name != "out")
-            values[parameter] += address - whole.data_ptr()
+        values = {**arguments, **shared_values(part), **out_arguments(out)}
+        memory = placed(given, FORM, values)
         if self.page_stride_bytes is not None:
             values |= self._spread_pages(given.k_cache, memory)
         memory = after_grid(self.kernel, memory, self.written_before)
@@ -180,16 +199,8 @@ class EmulatedRagged:
         driver = EmulatorDriver(arch_row(self.spec.archs[0]))
         shape, _, arguments = bind_ragged(given, max_window, unscored_up_to, fill_neg_inf, self.spec, driver)
         part = ragged_partition(self.kernel.plan, shape, self.sms)
-        shared = {"unit_tokens": part.unit_tokens, "unit_count": part.unit_count, "blocks": part.blocks}
-        values: dict[str, Any] = {**arguments, **shared, **out_arguments(out)}
-        memory = Memory()
-        for parameter, name in RAGGED_FORM.addresses.items():
-            tensor = getattr(given, str(name))
-            if tensor is None or (parameter == "keys" and self.key_stride_bytes is not None):
-                continue
-            whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-            address = memory.add(str(name), whole, writable=name == "out", initialised=name != "out")
-            values[parameter] += address - whole.data_ptr()
+        values = {**arguments, **shared_values(part), **out_arguments(out)}
+        memory = placed(given if self.key_stride_bytes is None else given._replace(keys=None), RAGGED_FORM, values)
         if self.key_stride_bytes is not None:
             base = 1 << 40
             for number, key in enumerate(given.keys.view(torch.uint8)):
@@ -233,30 +244,15 @@ class EmulatedBlocks:
         driver = EmulatorDriver(arch_row(self.spec.archs[0]))
         shape, arguments = bind_blocks(given, None, unscored_up_to, fill_neg_inf, self.spec, driver)
         part = partition_of(self.kernel.plan, shape, self.sms)
-        shared = {"unit_tokens": part.unit_tokens, "unit_count": part.unit_count, "blocks": part.blocks}
-        values: dict[str, Any] = {**arguments, **shared, **result_arguments(given)}
-        memory = Memory()
-        for parameter, name in BLOCKS_FORM.addresses.items():
-            tensor = getattr(given, str(name))
-            if tensor is None:
-                continue
-            whole, writable = (
-                torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()),
-                name in BLOCKS_FORM.outputs,
-            )
-            address = memory.add(str(name), whole, writable=writable, initialised=not writable)
-            values[parameter] += address - whole.data_ptr()
+        values = {**arguments, **shared_values(part), **result_arguments(given)}
+        memory = placed(given, BLOCKS_FORM, values)
         self.kernel.launch(part.blocks, values, memory, self.seed, self.schedule)
         return out, block_scores, block_counts
 
 
 def blocks_problem(case: BlockCase, indexer: EmulatedBlocks) -> str:
-    """What the check says of a case, empty where the kernel is right."""
-    try:
-        BlockRun(case, lambda _: indexer, torch.device("cpu"), 7).run()
-    except WrongResultError as error:
-        return str(error)
-    return ""
+    """As complaint, of a case."""
+    return complaint(BlockRun(case, lambda _: indexer, torch.device("cpu"), 7))
 
 
 @cache
@@ -285,42 +281,22 @@ class EmulatedCandidates:
         driver = EmulatorDriver(arch_row(self.spec.archs[0]))
         shape, arguments = bind_candidates(given, block_size, self.spec, driver)
         part = partition_of(self.kernel.plan, shape, self.sms)
-        shared = {"unit_tokens": part.unit_tokens, "unit_count": part.unit_count, "blocks": part.blocks}
-        values: dict[str, Any] = {**arguments, **shared, **out_arguments(out)}
-        memory = Memory()
-        for parameter, name in CANDIDATES_FORM.addresses.items():
-            tensor = getattr(given, str(name))
-            if tensor is None:
-                continue
-            whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-            address = memory.add(str(name), whole, writable=name == "out", initialised=name != "out")
-            values[parameter] += address - whole.data_ptr()
+        values = {**arguments, **shared_values(part), **out_arguments(out)}
+        memory = placed(given, CANDIDATES_FORM, values)
         self.kernel.launch(part.blocks, values, memory, self.seed, self.schedule)
         return out
 
 
 def candidates_problem(case: CandidateCase, indexer: EmulatedCandidates) -> str:
-    """What the check says of a case, empty where the kernel is right."""
-    try:
-        CandidateRun(case, lambda _: indexer, torch.device("cpu"), 7).run()
-    except WrongResultError as error:
-        return str(error)
-    return ""
+    """As complaint, of a case."""
+    return complaint(CandidateRun(case, lambda _: indexer, torch.device("cpu"), 7))
 
 
 def ragged_problem(case: RaggedCase, indexer: EmulatedRagged) -> str:
-    """What the check says of a case, empty where the kernel is right."""
-    try:
-        RaggedRun(case, lambda _: indexer, torch.device("cpu"), 7).run()
-    except WrongResultError as error:
-        return str(error)
-    return ""
+    """As complaint, of a case."""
+    return complaint(RaggedRun(case, lambda _: indexer, torch.device("cpu"), 7))
 
 
 def problem(case: LogitsCase, indexer: EmulatedIndexer) -> str:
-    """What the check says of a case, empty where the kernel is right."""
-    try:
-        LogitsRun(case, lambda _: indexer, torch.device("cpu"), 7).run()
-    except WrongResultError as error:
-        return str(error)
-    return ""
+    """As complaint, of a case."""
+    return complaint(LogitsRun(case, lambda _: indexer, torch.device("cpu"), 7))

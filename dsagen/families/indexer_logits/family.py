@@ -15,7 +15,9 @@ from dsagen.families.indexer_logits.geometry import (
     REGISTERS,
     SCORE_CPP,
     Geometry,
+    block_values,
     preferred_geometry,
+    resource_lines,
     smem_fields,
 )
 from dsagen.families.indexer_logits.guards import (
@@ -94,12 +96,7 @@ def plan_main(variant: Variant, geometry: Geometry | None = None) -> KernelPlan:
     form = FORMS[variant.kernel]
     (fields, smem_bytes), (params, params_bytes) = smem_fields(g), lay_out_params(params_of(record, form))
     values = {
-        "smem_bytes": smem_bytes,
-        "smem_optin_bytes": arch.smem_optin_bytes,
-        "threads": g.threads,
-        "registers_cap": REGISTERS,
-        "registers_per_sm": arch.registers_per_sm,
-        "per_sm": g.per_sm,
+        **block_values(arch, smem_bytes, g.threads, REGISTERS, g.per_sm),
         "blocks": g.blocks,
         "dim": g.dim,
         "stages": g.stages,
@@ -144,8 +141,6 @@ def plan_main(variant: Variant, geometry: Geometry | None = None) -> KernelPlan:
             ("shape", f"{g.tile_keys} keys a warp and tile, {g.warps} warps, {g.per_sm} blocks on an SM"),
             ("ring", f"{g.stages} tiles of {g.tile_keys * record.record_bytes(g.dim)} B a warp"),
             ("image of q", f"{g.query_rows} rows of {g.query_pitch_bytes} B, a row a token and head"),
-            ("shared memory", f"{smem_bytes} of {arch.smem_optin_bytes} B"),
-            ("registers", f"{REGISTERS} a thread"),
-            ("floor", f"{record.record_bytes(g.dim)} B of memory traffic a key, and {2 * g.dim} FLOP a key and head"),
+            *resource_lines(arch, smem_bytes, REGISTERS, record, g.dim),
         ),
     )

@@ -82,6 +82,29 @@ def _fits(g: Geometry, arch: Arch) -> bool:
     return size <= arch.smem_optin_bytes and on_sm <= arch.smem_per_sm_bytes
 
 
+def block_values(arch: Arch, smem_bytes: int, threads: int, registers_cap: int, per_sm: int) -> dict[str, int]:
+    """What the guards read of a block's share of an SM, of a plan of either body."""
+    return {
+        "smem_bytes": smem_bytes,
+        "smem_optin_bytes": arch.smem_optin_bytes,
+        "threads": threads,
+        "registers_cap": registers_cap,
+        "registers_per_sm": arch.registers_per_sm,
+        "per_sm": per_sm,
+    }
+
+
+def resource_lines(
+    arch: Arch, smem_bytes: int, registers_cap: int, record: IndexFormat, dim: int
+) -> tuple[tuple[str, str], ...]:
+    """The end of a plan's budget: what a block takes, and what a key costs at the least."""
+    return (
+        ("shared memory", f"{smem_bytes} of {arch.smem_optin_bytes} B"),
+        ("registers", f"{registers_cap} a thread"),
+        ("floor", f"{record.record_bytes(dim)} B of memory traffic a key, and {2 * dim} FLOP a key and head"),
+    )
+
+
 def smem_fields(g: Geometry) -> tuple[tuple[SmemField, ...], int]:
     """The shared-memory struct and its size in bytes."""
     ring = (g.warps, g.stages)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from dsagen.arch import SMEM_RESERVED_PER_BLOCK_BYTES, Arch
 from dsagen.arch import arch as arch_row
-from dsagen.families.indexer_logits.geometry import CODES_CPP, MOST_NEXT_N, SCORE_CPP
+from dsagen.families.indexer_logits.geometry import CODES_CPP, MOST_NEXT_N, SCORE_CPP, block_values, resource_lines
 from dsagen.families.indexer_logits.guards import HOPPER_PLAN_GUARDS
 from dsagen.families.indexer_logits.params import params_of
 from dsagen.guard import check
@@ -163,12 +163,7 @@ def plan_hopper(variant: Variant, geometry: HopperGeometry | None = None) -> Ker
     g = geometry or preferred_geometry(variant.axis_int("dim"), variant.axis_int("heads"), arch, record)
     (fields, smem_bytes), (params, params_bytes) = smem_fields(g), lay_out_params(params_of(record, "paged"))
     values = {
-        "smem_bytes": smem_bytes,
-        "smem_optin_bytes": arch.smem_optin_bytes,
-        "threads": g.threads,
-        "registers_cap": REGISTERS,
-        "registers_per_sm": arch.registers_per_sm,
-        "per_sm": g.per_sm,
+        **block_values(arch, smem_bytes, g.threads, REGISTERS, g.per_sm),
         "dim": g.dim,
         "heads": g.heads,
         "stages": g.stages,
@@ -231,9 +226,7 @@ def plan_hopper(variant: Variant, geometry: HopperGeometry | None = None) -> Ker
                 f"up to {g.query_rows} rows of {g.image_parts * QUERY_PITCH_BYTES} B, a row a token and head",
             ),
             ("q and codes", f"{g.shared_bytes} B"),
-            ("shared memory", f"{smem_bytes} of {arch.smem_optin_bytes} B"),
-            ("registers", f"{REGISTERS} a thread"),
-            ("floor", f"{key_bytes} B of memory traffic a key, and {2 * g.dim} FLOP a key and head"),
+            *resource_lines(arch, smem_bytes, REGISTERS, record, g.dim),
         ),
     )
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from dsagen.arch import Arch
 from dsagen.arch import arch as arch_row
-from dsagen.families.indexer_logits.geometry import SCORE_CPP
+from dsagen.families.indexer_logits.geometry import SCORE_CPP, block_values, resource_lines
 from dsagen.families.indexer_logits.guards import HOPPER_RAGGED_PLAN_GUARDS
 from dsagen.families.indexer_logits.hopper import QUERY_ALIGN_BYTES, QUERY_PITCH_BYTES
 from dsagen.families.indexer_logits.params import params_of
@@ -143,21 +143,14 @@ def plan_hopper_ragged(variant: Variant, geometry: HopperRaggedGeometry | None =
             ("shape", f"{g.groups} warpgroups of {g.queries} tokens, products of 64 keys and {g.columns} columns"),
             ("ring", f"{g.stages} tiles of {TILE_KEYS} keys, {g.ahead} ahead"),
             ("image of q", f"{g.query_rows} rows of {QUERY_PITCH_BYTES} B, a row a token and head"),
-            ("shared memory", f"{smem_bytes} of {arch.smem_optin_bytes} B"),
-            ("registers", f"{REGISTERS} a thread"),
-            ("floor", f"{record.record_bytes(g.dim)} B of memory traffic a key, and {2 * g.dim} FLOP a key and head"),
+            *resource_lines(arch, smem_bytes, REGISTERS, record, g.dim),
         ),
     )
 
 
 def _guard_values(g: HopperRaggedGeometry, arch: Arch, smem_bytes: int) -> dict[str, int]:
     return {
-        "smem_bytes": smem_bytes,
-        "smem_optin_bytes": arch.smem_optin_bytes,
-        "threads": g.threads,
-        "registers_cap": REGISTERS,
-        "registers_per_sm": arch.registers_per_sm,
-        "per_sm": 1,
+        **block_values(arch, smem_bytes, g.threads, REGISTERS, 1),
         "dim": g.dim,
         "heads": g.heads,
         "stages": g.stages,
