@@ -117,7 +117,7 @@ def test_accesses_of_shared_memory_meet_in_no_bank(dim: int, monkeypatch: pytest
     assert counters.shared_read_conflicts == 0
     # Of q 16 bytes a thread, a word at a time: rows of 32 dims have fewer places than a warp has words.
     assert counters.shared_written_conflicts == 0 or dim == 32
-    assert counters.bulk_bytes == 33 * 256 * dim
+    assert counters.bulk_bytes == 33 * 256 * (dim + 4)
     # 2 tiles of two products, for each of 2 tokens and step of 32 dims.
     assert counters.instructions["tensor"] == 33 * 2 * 2 * 2 * dim // 32
 
@@ -125,7 +125,13 @@ def test_accesses_of_shared_memory_meet_in_no_bank(dim: int, monkeypatch: pytest
 # ---- planted faults -------------------------------------------------------------------------------------------------
 
 PLANTED = LogitsCase("planted", 2, 2, 600, page_size=61, pad_bytes=12, lengths=Lengths.WHOLE, wild=True)
+# Pages of whole warps' keys, which one lane copies.
+PLANTED_WHOLE = replace(PLANTED, page_size=64, pad_bytes=16)
 FAR = 1 << 29  # bytes between pages
+# The case and how its copies begin, after a page's number is known.
+FORMS = pytest.mark.parametrize(
+    ("case", "base"), [(PLANTED, "(holds ? {} : 0)"), (PLANTED_WHOLE, "{}")], ids=["keys", "whole_page"]
+)
 
 
 def complaint(wrong: Kernel, case: LogitsCase = PLANTED, page_stride_bytes: int | None = None) -> str:
@@ -133,15 +139,24 @@ def complaint(wrong: Kernel, case: LogitsCase = PLANTED, page_stride_bytes: int 
     return said(lambda: problem(case, subject))
 
 
-def test_the_kernel_is_right_as_it_is() -> None:
-    assert problem(PLANTED, indexer()) == ""
-    assert problem(PLANTED, replace(indexer(), page_stride_bytes=FAR)) == ""
+@FORMS
+def test_the_kernel_is_right_as_it_is(case: LogitsCase, base: str) -> None:
+    assert problem(case, indexer()) == ""
+    assert problem(case, replace(indexer(), page_stride_bytes=FAR)) == ""
 
 
-def test_a_page_out_of_bounds() -> None:
-    wrong = faulty(hopper_kernel(16), "holds = of_page < p.pool_pages;", "holds = of_page != kNoPage;")
-    assert problem(replace(PLANTED, wild=False), replace(indexer(), kernel=wrong)) == ""
-    assert re.search(r"read of \d+ bytes at global address \w+: \d+ bytes \w+ .*buffer", complaint(wrong))
+@FORMS
+def test_a_page_out_of_bounds(case: LogitsCase, base: str) -> None:
+    then = "    const u8* base" if case is PLANTED else "    ptx::store_shared_4"
+    held = "const bool holds = of_page {};\n" + then
+    wrong = faulty(hopper_kernel(16), held.format("< p.pool_pages"), held.format("!= kNoPage"))
+    assert problem(replace(case, wild=False), replace(indexer(), kernel=wrong)) == ""
+    assert re.search(r"read of \d+ bytes at global address \w+: \d+ bytes \w+ .*buffer", complaint(wrong, case))
+
+
+def test_a_page_s_scales_that_are_not_awaited() -> None:
+    wrong = faulty(hopper_kernel(16), "own_keys * (kRowBytes + 4)", "own_keys * kRowBytes")
+    assert complaint(wrong, PLANTED_WHOLE) != ""
 
 
 def test_rows_that_no_page_holds_are_not_read() -> None:
@@ -159,15 +174,17 @@ def test_a_copy_longer_than_its_page() -> None:
     assert complaint(wrong, WIDE) != ""
 
 
-def test_a_page_offset_in_32_bits() -> None:
+@FORMS
+def test_a_page_offset_in_32_bits(case: LogitsCase, base: str) -> None:
+    line = f"const u8* base = p.k_cache + {base};"
     wrong = faulty(
         hopper_kernel(16),
-        "static_cast<i64>(of_page) * p.page_stride_bytes",
-        "static_cast<i32>(of_page * static_cast<u32>(p.page_stride_bytes))",
+        line.format("static_cast<i64>(of_page) * p.page_stride_bytes"),
+        line.format("static_cast<i32>(of_page * static_cast<u32>(p.page_stride_bytes))"),
     )
     # Within 2 GiB it is right.
-    assert problem(PLANTED, replace(indexer(), kernel=wrong)) == ""
-    assert re.search(r"read of \d+ bytes at global address", complaint(wrong, page_stride_bytes=FAR))
+    assert problem(case, replace(indexer(), kernel=wrong)) == ""
+    assert re.search(r"read of \d+ bytes at global address", complaint(wrong, case, page_stride_bytes=FAR))
 
 
 @pytest.mark.parametrize(

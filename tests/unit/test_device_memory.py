@@ -14,6 +14,7 @@ from dsagen.runtime.device_memory import DeviceMemoryError, new_output, no_memor
 # Ops that make outputs, with the one that is made first.
 MAKERS = {
     "sparse_decode": "(?:out|workspace)",
+    "sparse_decode_caches": "(?:out|workspace)",
     "topk": "out",
     "topk shared rows": "out",
     "indexer_logits": "out",

@@ -132,8 +132,8 @@ WAYS = {
     "topk": (TOPK_SPEC, 60, CALLS["topk"][2], lambda kernels, t: kernels.topk(**t, k=64, page_size=61)),
     "topk shared rows": (TOPK_SPEC, 60, long_scores, lambda kernels, t: kernels.topk(**t, k=64)),
     "topk op": (TOPK_SPEC, 60, long_scores, lambda kernels, t: OPS.topk(**t, k=64, kernels=kernels.handle)),
-    "logits": (scored.MX, 200, CALLS["logits"][2], lambda kernels, t: kernels.indexer_logits(**t)),
-    "ragged": (scored.MX, 200, CALLS["ragged"][2], lambda kernels, t: kernels.indexer_logits_ragged(**t)),
+    "logits": (scored.MX, 128, CALLS["logits"][2], lambda kernels, t: kernels.indexer_logits(**t)),
+    "ragged": (scored.MX, 128, CALLS["ragged"][2], lambda kernels, t: kernels.indexer_logits_ragged(**t)),
     "read": ("v32_kv_cache_h128", 40, without_out("read"), lambda kernels, t: kernels.kv_read(**t)),
     "index write": (INDEX, 40, CALLS["index write"][2], lambda kernels, t: kernels.index_write(**t)),
 }
