@@ -99,7 +99,7 @@ def choices(shape: DecodeShape, plans: Sequence[KernelPlan], sm_count: int) -> l
     ranked: list[tuple[int, int, int, Choice]] = []
     for place, plan in enumerate(plans):
         for rank, splits in enumerate(_split_counts(shape, plan, sm_count)):
-            for launches in (2, 1) if splits > 1 and can_join(plan) else (2 if splits > 1 else 1,):
+            for launches in (2, 1) if splits > 1 and can_join(plan, shape) else (2 if splits > 1 else 1,):
                 judged = judge_choice(plan, shape, (shape.topk, shape.extra_topk), sm_count, (splits, launches))
                 if not judged.refusals:
                     ranked.append((rank, place, -launches, Choice(plan.slug, splits, launches)))

@@ -23,6 +23,7 @@ from dsagen.plan import Variant
 from dsagen.render import render
 from dsagen.slug import parse_slug
 from dsagen.spec import load_spec
+from dsagen.tune.shapes import choices
 
 SPEC = load_spec("v32_h16")
 CELLS = with_all_bodies(FAMILY.expand(SPEC, arch("sm_90a")))
@@ -192,6 +193,17 @@ def test_only_a_body_that_can_join_is_asked_to():
     found = judged(decide(row))
     assert "4 splits (can_join 0)" in found[0].refusals[0]
     assert [c.partition.one_launch for c in judged(decide(), num_splits=4, launches=1)] == [False, True]
+
+
+def test_splits_of_several_head_groups_are_no_cluster():
+    # A token's 40 heads are three CTAs in each split, and splits of one group do not adjoin.
+    shape = replace(SHAPE, heads=40)
+    found = judged(decide(), shape=shape, num_splits=4, launches=1)
+    assert [(c.partition.head_groups, c.partition.one_launch) for c in found] == [(3, False), (3, False)]
+    row = replace(ROW, heads=40, num_splits=4, launches=1)
+    assert "4 splits (can_join 0)" in judged(decide(row, shape=shape), shape=shape)[0].refusals[0]
+    assert all(choice.launches == 2 for choice in choices(shape, (HOPPER,), 132) if choice.num_splits > 1)
+    assert any(choice.launches == 1 for choice in choices(SHAPE, (HOPPER,), 132) if choice.num_splits > 1)
 
 
 def test_explain_and_doctor_show_what_decides_and_what_does_not(table, capsys):

@@ -82,14 +82,14 @@ def candidates(
         if row is not None and plan.slug == row.kernel:
             splits = row.num_splits if num_splits is None else num_splits
             joins = launches is None and row.launches == 1 and splits == row.num_splits
-            joins |= launches == 1 and can_join(plan) and splits in CLUSTER_SPLITS
+            joins |= launches == 1 and can_join(plan, shape) and splits in CLUSTER_SPLITS
             why = f"measured ({row.place})"
             given = why if num_splits is None else "given by the caller"
             part = partition(shape, plan, sm_count, determinism, splits, joins, given)
             judged.append(_judge(plan, part, shape, capacities, row))
     for plan in plans:
         part = partition(shape, plan, sm_count, determinism, num_splits)
-        if launches == 1 and can_join(plan) and part.num_splits in CLUSTER_SPLITS:
+        if launches == 1 and can_join(plan, shape) and part.num_splits in CLUSTER_SPLITS:
             part = partition(shape, plan, sm_count, determinism, num_splits, True)
         judged.append(_judge(plan, part, shape, capacities))
     return tuple(judged)
@@ -123,7 +123,7 @@ def _judge(
         "main_ctas": part.main_ctas,
         "combine_ctas": part.combine_ctas,
         "launches": 1 if part.one_launch else 2,
-        "can_join": int(can_join(plan)),
+        "can_join": int(can_join(plan, shape)),
     }
     refusals = tuple(_refusal(guard, values) for guard in SHAPE_GUARDS if not guard.holds(values))
     return Candidate(plan, part, values, refusals, row)

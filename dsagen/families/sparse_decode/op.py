@@ -138,9 +138,12 @@ def partition(
     return _lay_out(shape, main_plan, row_tiles, (kv_head_groups, group_heads), num_splits, joins, why, untuned)
 
 
-def can_join(main_plan: KernelPlan) -> bool:
-    """Whether a main kernel can combine its splits itself. Its CTAs have all heads of a query token."""
-    return main_plan.variant.body == hopper.BODY
+def can_join(main_plan: KernelPlan, shape: DecodeShape) -> bool:
+    """Whether a main kernel can combine its splits itself: its body is built for it, and a CTA has all heads of a query
+    token, so that the splits of one adjoin.
+    """
+    groups = shape.kv_heads * deal_heads(shape.heads, shape.kv_heads, main_plan.variant.axis_int("n"))[0]
+    return main_plan.variant.body == hopper.BODY and groups == 1
 
 
 def tiles_of(shape: DecodeShape, main_plan: KernelPlan) -> tuple[int, int]:
