@@ -320,6 +320,15 @@ def test_a_relative_error_below_the_absolute_gate_is_found_by_the_group_gate():
     assert result.status == "failed" and "dims 128..255" in result.problem and "Frobenius" in result.problem
 
 
+@pytest.mark.parametrize(("off", "passes"), [(2.0**-8, True), (0.0048, False)])
+def test_one_token_rounded_as_far_as_it_goes_passes_as_a_group(off, passes):
+    # All of a group's power in a row of one token: its probability, then each output by itself, are rounded to bf16.
+    values = torch.randn(1, 4, 128, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    lse, gates = torch.zeros(1, 4, dtype=torch.float64), Gates(out_abs=1.0, out_cos=1.0)
+    compared = compare_decode((values * (1 + off)).bfloat16(), lse.float(), values, lse, 128, gates)
+    assert compared.passed is passes, compared.problem
+
+
 def test_unselected_tokens_are_poison():
     spec = small_spec()
     run = CaseRun(replace(SMALL, values=Values.NORMAL), model_of(spec), CPU, 3)
