@@ -235,7 +235,7 @@ class SparseDecodePlan:
             "o_accum": base + partition.o_accum_offset_bytes if base else 0,
         }
         self._steps = [Step(main, partition.main_ctas, partition.cluster)]
-        if partition.one_launch:
+        if partition.one_launch and partition.main_ctas:  # a plan for no tokens launches nothing
             clusters = driver.most_clusters(main.ordinal, main.handle, launch_config(self._steps[0], 0))
             check([CLUSTER_GUARD], {"clusters": clusters, "num_splits": partition.num_splits}, self.main_slug)
         if combine is not None:

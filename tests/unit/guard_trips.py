@@ -106,7 +106,7 @@ TRIPS: dict[str, dict[str, Trip]] = {
         ),
         "SD-29": Trip(
             {"launches": 1, "num_splits": 5, "can_join": 1},
-            "[SD-29] one launch: 5 splits (can_join 1): take two launches, or 2, 4 or 8 splits of body hopper",
+            "[SD-29] one launch: 5 splits (can_join 1): take two, or 2, 4 or 8 splits of hopper, all heads in a CTA",
             "(launches == 2 || num_splits == 1 || (can_join == 1 && (8 % num_splits) == 0))",
             {"num_splits": 4},
         ),

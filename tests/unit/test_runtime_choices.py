@@ -144,6 +144,19 @@ def test_a_device_that_holds_no_cluster_names_the_way_out(table):
         kernels.plan_sparse_decode(*SHAPE)
 
 
+def test_a_plan_for_no_tokens_needs_no_room_for_clusters(table, monkeypatch):
+    monkeypatch.setenv("DSAGEN_SPARSE_DECODE_LAUNCHES", "1")
+    monkeypatch.setenv("DSAGEN_SPARSE_DECODE_BODY", "hopper")
+    driver = FakeDriver(clusters=0)  # what a grid of none is told
+    kernels = Kernels(SPEC, open_driver=lambda: driver, read=fake_cubins)
+    plan = kernels.plan_sparse_decode(0, 1, 200, num_splits=4)
+    assert (plan.main_slug, plan.launches, plan.partition.cluster) == (HOPPER.slug, 1, 4)
+    out, lse = kernels.sparse_decode(*inputs(0, 1), plan=plan)
+    assert (out.shape[0], lse.shape[0], driver.launches) == (0, 0, [])
+    with pytest.raises(GuardError, match="SD-30"):
+        kernels.plan_sparse_decode(1, 1, 200, num_splits=4)
+
+
 def test_a_graph_s_own_plan_is_a_cluster_too(table):
     driver, kernels = make()
     kernels.prepare()

@@ -108,7 +108,8 @@ LAUNCH_GUARDS: tuple[Guard, ...] = (
         "SD-29",
         "launch",
         "launches == 2 or num_splits == 1 or can_join == 1 and 8 % num_splits == 0",
-        "one launch: {num_splits} splits (can_join {can_join}): take two launches, or 2, 4 or 8 splits of body hopper",
+        "one launch: {num_splits} splits (can_join {can_join}): take two, or 2, 4 or 8 splits of hopper, all "
+        "heads in a CTA",
     ),
     Guard(
         "SD-13",
