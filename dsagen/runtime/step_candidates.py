@@ -12,7 +12,7 @@ from dsagen.families.indexer_logits.op import BLOCK_KEYS
 from dsagen.runtime.driver import Driver
 from dsagen.runtime.indexer_blocks import block_columns
 from dsagen.runtime.step_plan import ALIGNMENT_BYTES, StepShape, step_workspace
-from dsagen.runtime.tensors import TensorRule, require, require_plain
+from dsagen.runtime.tensors import TensorRule, require, require_device, require_plain
 from dsagen.runtime.topk_plan import TopkPlan
 
 # What a layer does with candidate blocks: it scores all keys and chooses them, or scores those that were chosen.
@@ -24,7 +24,8 @@ class CandidateLevel:
     """What layers of a step share of candidate blocks; rows are query tokens, and `slots` how many each may have.
 
     `block_scores` [rows, blocks] and `block_counts` int32 [rows] are what they are chosen by. `blocks` int32 [rows,
-    slots] are their numbers in the order of keys, then -1; `pages` the same as pages of 8 rows of the KV cache.
+    slots] are their numbers in the order of keys, then -1; `pages` the same as pages of 8 rows of the KV cache,
+    which has pages of `page_size` tokens where they were chosen.
     `compact` [rows, 8 x slots] are the scores of their keys. `choosing` and `inside` are top-k's plans for blocks and
     for keys; all but these lie in `memory`.
     """
@@ -39,6 +40,7 @@ class CandidateLevel:
     choosing: TopkPlan
     inside: TopkPlan
     is_chosen: bool = False
+    page_size: int | None = None
 
     def poison(self, chooses: bool) -> None:
         """What a layer is about to write becomes all ones, as that of the step's plan does: NaN, and -1."""
@@ -91,11 +93,12 @@ class StepBlocks(NamedTuple):
     blocks: torch.Tensor
     pages: torch.Tensor
 
-    def slots(self, rows: int) -> int:
-        """Blocks of a token; GuardError for tensors that are not those of so many tokens."""
+    def slots(self, rows: int, device: torch.device) -> int:
+        """Blocks of a token; GuardError for tensors that are not those of so many tokens on the device of q."""
         slots = None
         for name, tensor in (("blocks", self.blocks), ("pages", self.pages)):
             require_plain(name, tensor)
+            require_device(name, tensor, device, "q")
             require(TensorRule(name, ("int32",), "[batch * next_n, slots]", (rows, slots)), tensor)
             slots = int(tensor.shape[1])
         return int(self.blocks.shape[1])
@@ -108,7 +111,8 @@ class StepBlocks(NamedTuple):
                 f"[T-22] blocks: {self.blocks.shape[1]} slots, and rows of max_seq_len keys have {level.slots} blocks: "
                 "pass as many as there are at most"
             )
-        return replace(level, blocks=self.blocks, pages=self.pages, is_chosen=True)
+        # Who chose them, and for what pages, is the caller's to know.
+        return replace(level, blocks=self.blocks, pages=self.pages, is_chosen=True, page_size=None)
 
 
 def stray_candidates() -> GuardError:
@@ -137,11 +141,19 @@ def require_level(level: CandidateLevel | None, candidates: object) -> Candidate
 
 
 def require_usable(level: CandidateLevel, candidates: str, page_size: int) -> None:
-    """Refuse pages of the KV cache that blocks would lie across, and the use of blocks that nobody chose."""
+    """Refuse pages of the KV cache that blocks would lie across, and the use of blocks that nobody chose, or that were
+    chosen for pages of another size.
+    """
     if page_size % BLOCK_KEYS:
         raise GuardError(
             f"[T-22] candidates: the KV cache has pages of {page_size} tokens, and blocks of {BLOCK_KEYS} would lie "
             f"across them: use pages of a multiple of {BLOCK_KEYS}"
         )
-    if candidates == USE:
-        require_chosen(level)
+    if candidates != USE:
+        return
+    require_chosen(level)
+    if level.page_size not in (None, page_size):
+        raise GuardError(
+            f"[T-22] candidates: the KV cache has pages of {page_size} tokens, and the blocks were chosen by a layer "
+            f"whose has pages of {level.page_size}: use caches of the same pages, which one table names"
+        )

@@ -98,7 +98,8 @@ class StepOps(StepSelection, DecodeOps):
         - reuse_ids: attend to what the plan's last call selected, as layers do that share an indexer; the arguments of
           the indexer and the tables are then left out
         - candidates: of a plan with candidate blocks, "choose" for the layer that chooses each token's best blocks of 8
-          keys, by the scores of all, and "use" for layers that score the keys of these alone (V4.1)
+          keys, by the scores of all, and "use" for layers that score the keys of these alone (V4.1), in those pages of
+          the KV cache that the choosing layer was told
         - the others as in sparse_decode. With a second cache in the spec, selected tokens are that one's,
           `extra_k_cache`, and `indices` and `topk_length` are the list over `k_cache`, the window
 
@@ -165,7 +166,7 @@ class StepOps(StepSelection, DecodeOps):
         require_window(self.spec.extra_kv is not None, *window, options["extra_k_cache"])
         batch, next_n = (int(size) for size in q.shape[:2])
         width = None if window[0] is None else int(window[0].shape[-1])
-        slots = None if blocks is None else blocks.slots(batch * next_n)
+        slots = None if blocks is None else blocks.slots(batch * next_n, q.device)
         plan = self._shared_step_plan((batch, next_n, *sizes), (width, slots), chosen, q.device)
         page_size = page_size_of(plan, given, q, k_cache if self.spec.extra_kv is None else options["extra_k_cache"])
         ids, counts = results or (torch.empty_like(plan.ids), torch.empty_like(plan.counts))
@@ -268,7 +269,10 @@ class StepOps(StepSelection, DecodeOps):
             raise GuardError(f"[T-22] candidate_blocks: {wanted}: a token has 1 at least: leave it out for none")
         columns = block_columns(shape.max_seq_len)
         slots = min(wanted, columns)
-        choosing = self._make_topk_plan((shape.rows, columns, slots), None, ordinal, is_dependent=False)
+        try:
+            choosing = self._make_topk_plan((shape.rows, columns, slots), None, ordinal, is_dependent=False)
+        except GuardError as error:
+            raise rename(error, {"k": "candidate_blocks"}) from None
         inside = self._make_topk_plan((shape.rows, slots * BLOCK_KEYS, shape.k), None, ordinal, overlaps)
         dtype = SCORE_DTYPES[str(self.spec.scores)]
         return make_level(self._driver, ordinal, shape, slots, dtype, (choosing, inside))

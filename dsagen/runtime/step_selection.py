@@ -106,7 +106,7 @@ class StepSelection(IndexerOps, TopkOps):
             out=level.pages,
             raw=level.blocks,
         )
-        level.is_chosen = True
+        level.is_chosen, level.page_size = True, page_size
         self._select_scored(plan, given, index[3].view(-1), page_size, into)
 
     def _index_of(self, plan: DecodeStepPlan, given: StepIndex) -> tuple[Any, Any, Any, torch.Tensor, Any]:

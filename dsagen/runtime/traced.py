@@ -106,7 +106,9 @@ def decode_step(
             require_chosen(level)
         into |= {"blocks": level.blocks, "pages": level.pages}
         op = _OPS.decode_step_use_out if candidates == USE else _OPS.decode_step_choose_out
-        level.is_chosen = True
+        if candidates != USE:
+            # The op is told the caches' pages when it runs.
+            level.is_chosen, level.page_size = True, None
     op(
         *tensors, given.index_q, given.index_cache, given.weights, given.context_lens, given.block_table, handle,
         shape.max_seq_len, shape.k, **into, **index, **window, **options, **chosen,

@@ -10,6 +10,7 @@ from fake_driver import GOOD, FakeDriver, fake_cubins, unpack
 
 from dsagen.errors import GuardError
 from dsagen.runtime.api import Kernels
+from dsagen.runtime.step_candidates import StepBlocks
 from dsagen.spec import load_spec
 
 BATCH, NEXT_N, ROWS, PAGES, PAGE, WIDTH, K, SLOTS = 3, 2, 6, 20, 16, 100, 32, 5
@@ -92,6 +93,9 @@ def test_what_does_not_fit_is_named():
     with pytest.raises(GuardError, match=r"^\[T-04\] index_q: dtype float32"):
         step(kernels, plan, candidates="choose", index_q=torch.zeros(BATCH, NEXT_N, 24, 128))
     step(kernels, plan, candidates="choose")
+    text = r"^\[T-22\] candidates: the KV cache has pages of 32 tokens, and the blocks were chosen .* has pages of 16"
+    with pytest.raises(GuardError, match=text):
+        step(kernels, plan, page=32, candidates="use")
     nothing = dict.fromkeys(("index_q", "index_cache", "weights", "context_lens", "block_table"))
     with pytest.raises(GuardError, match=r"^\[T-22\] candidates: given with reuse_ids"):
         step(kernels, plan, candidates="use", reuse_ids=True, **nothing)
@@ -101,7 +105,7 @@ def test_what_does_not_fit_is_named():
     for wanted, message in ((0, r"\[T-22\] candidate_blocks: 0: a token has 1"), (True, r"\[T-12\] candidate_blocks")):
         with pytest.raises(GuardError, match=f"^{message}"):
             kernels.plan_decode_step(BATCH, NEXT_N, WIDTH, candidate_blocks=wanted)
-    with pytest.raises(GuardError, match=r"^\[TK-04\] k: 5000, the spec declares a capacity of 4096"):
+    with pytest.raises(GuardError, match=r"^\[TK-04\] candidate_blocks: 5000, the spec declares a capacity of 4096"):
         kernels.plan_decode_step(BATCH, NEXT_N, 1 << 17, candidate_blocks=5000)
     for forms in (["paged", "blocks"], ["paged", "candidates"]):
         _, without = make(forms=forms)
@@ -190,6 +194,13 @@ def test_ops_refuse_blocks_that_do_not_fit(op):
     ):
         with pytest.raises(GuardError, match=f"^{text}"):
             getattr(torch.ops.dsagen, op)(**op_arguments(kernels, **changes))
+
+
+def test_blocks_on_another_device_are_told_by_their_names():
+    there, here = (torch.zeros(ROWS, SLOTS, dtype=torch.int32, device=device) for device in ("meta", "cpu"))
+    for tensors, text in (((there, here), "blocks: on meta, q is on cpu"), ((here, there), "pages: on meta, q is on")):
+        with pytest.raises(GuardError, match=rf"^\[T-03\] {text}"):
+            StepBlocks("use", *tensors).slots(ROWS, torch.device("cpu"))
 
 
 def test_traced_layers_use_what_was_chosen_alone(monkeypatch):
