@@ -73,10 +73,12 @@ def load_shapes(name: str) -> tuple[Shape, ...]:
 def specs_of(spec: DeploymentSpec, shapes: Sequence[Shape]) -> list[DeploymentSpec]:
     """The spec with each head count of the shapes.
 
-    SpecError for a spec that is not measured, or that cannot have the heads or the columns of a shape.
+    SpecError for a spec that is not measured, that cannot have the heads or the columns of a shape, or for a shape that
+    cannot be drawn.
     """
     require_measurable(spec)
     for shape in shapes:
+        case_of(spec, shape)
         if shape.topk > spec.topk:
             raise SpecError(
                 f"{spec.name}: takes at most {spec.topk} columns of an index row (its topk), and a shape has "

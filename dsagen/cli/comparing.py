@@ -60,14 +60,16 @@ def bench_shapes(
                 compared.append(one)
                 progress(f"{len(compared)} of {len(shapes)}: {one.text}")
     finally:
-        _record(found, shapes, record)
         seconds = time.monotonic() - begin
         left = len(specs) * len(shapes) - len(wrong) - sum(len(compared) for _, compared in found)
-        if as_json:
-            echo_json(_document(found, device, seconds, left))
-        else:
-            _show(found, device, quiet)
-            echo_lines([f"{left} shapes were not measured in {seconds:.0f} s"] if left else [])
+        try:
+            _record(found, shapes, record)
+        finally:  # what cannot be recorded is shown all the same
+            if as_json:
+                echo_json(_document(found, device, seconds, left))
+            else:
+                _show(found, device, quiet)
+                echo_lines([f"{left} shapes were not measured in {seconds:.0f} s"] if left else [])
     if wrong:
         raise CheckFailed("\n  ".join((f"{len(wrong)} shapes gave wrong outputs:", *wrong)))
 

@@ -16,7 +16,7 @@ from dsagen.bench.shapes import Shape, case_of, load_shapes, shipped_lists, spec
 from dsagen.bench.timing import Timing
 from dsagen.bench.verdicts import ComparedShape, summary_lines
 from dsagen.cli import main
-from dsagen.errors import CheckFailed, SpecError
+from dsagen.errors import CheckFailed, SpecError, StoreError
 from dsagen.spec import load_spec
 
 SPEC = load_spec("v32_h16")
@@ -51,6 +51,8 @@ def test_specs_and_cases_of_shapes():
     assert case_of(SPEC, Shape(3, 2, 512, 16)) == DecodeCase("v32", 16, 3, 2, 512, 32768, 64)
     with pytest.raises(SpecError, match=r"narrow: takes at most 1024 columns.*a shape has 2048: b 1, s_q 1, topk 2048"):
         specs_of(SPEC.replace(name="narrow", topk=1024), found)
+    with pytest.raises(SpecError, match=r"topk 40000 > kv_tokens 32768: .* use topk <= 32768"):
+        specs_of(SPEC.replace(topk=65536), [*found, Shape(1, 1, 40000, 16)])
     with pytest.raises(SpecError, match="KV heads: such calls are not measured"):
         specs_of(load_spec("gqa_h64"), found)
 
@@ -296,6 +298,20 @@ def test_what_was_measured_is_shown_and_recorded_however_the_run_ends(measured, 
     assert main(["bench", "v32_h16", "--shape-list", str(path), "--time-limit", "5", "--json"]) == 0
     plain = json.loads(capsys.readouterr().out)
     assert (plain["not_measured"], len(plain["shapes"]), plain["seconds"]) == (1, 1, 5.2)
+
+
+def test_what_cannot_be_recorded_is_shown_all_the_same(measured, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "own.jsonl"
+    path.write_text(json.dumps(vars(SMALL_SHAPES[0])))
+
+    def record(*_):
+        raise StoreError("evidence cannot be written")
+
+    monkeypatch.setattr("dsagen.bench.recording.record_figures", record)
+    measured([9.0])
+    assert main(["bench", "v32_h16", "--shape-list", str(path)]) != 0
+    text = capsys.readouterr()
+    assert "of 1 shapes: 0 faster" in text.out and "evidence cannot be written" in text.err
 
 
 @pytest.mark.parametrize(
