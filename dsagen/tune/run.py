@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from dsagen.bench.data import DecodeCase
-from dsagen.errors import CheckFailed
+from dsagen.errors import CheckFailed, GuardError
 from dsagen.families.sparse_decode.choice_table import Alternative, ChoiceRow
 from dsagen.plan import KernelPlan
 from dsagen.tune.shapes import Choice, choices, shape_of
@@ -34,7 +34,7 @@ class Measurer(Protocol):
         """Draw the inputs of a case."""
 
     def measure(self, slug: str, num_splits: int, launches: int) -> float:
-        """Microseconds of a choice; CheckFailed where its outputs are wrong."""
+        """Microseconds of a choice; CheckFailed where its outputs are wrong, GuardError where it cannot be launched."""
 
 
 @dataclass
@@ -74,7 +74,8 @@ class Tuning:
 def tune(measurer: Measurer, cases: Sequence[DecodeCase], deadline: Deadline, progress: Progress) -> Tuning:
     """Measure the choices of each case, in their order, until the time is over.
 
-    A case of which nothing was compared has no row. A choice that is wrong is never taken.
+    A case of which nothing was compared has no row. A choice that is wrong is never taken, nor is one that the device
+    has no room for, as for clusters where others have most of it.
     """
     found = Tuning()
     measured: dict[DecodeCase, dict[Choice, float]] = {}
@@ -82,7 +83,7 @@ def tune(measurer: Measurer, cases: Sequence[DecodeCase], deadline: Deadline, pr
         if deadline.passed:
             found.left = list(cases[number:])
             break
-        times = _measure_case(measurer, case, deadline, found.wrong)
+        times = _measure_case(measurer, case, deadline, found.wrong, progress)
         if times is None:
             found.left = list(cases[number:])
             break
@@ -99,7 +100,7 @@ def tune(measurer: Measurer, cases: Sequence[DecodeCase], deadline: Deadline, pr
 
 
 def _measure_case(
-    measurer: Measurer, case: DecodeCase, deadline: Deadline, wrong: list[str]
+    measurer: Measurer, case: DecodeCase, deadline: Deadline, wrong: list[str], progress: Progress
 ) -> dict[Choice, float] | None:
     """Times of a case's choices; None when time ran out before two were measured."""
     with deadline.step():
@@ -114,6 +115,8 @@ def _measure_case(
                 times[choice] = measurer.measure(choice.slug, choice.num_splits, choice.launches)
             except CheckFailed as error:
                 wrong.append(str(error))
+            except GuardError as error:
+                progress(f"left out: {choice.slug}, {choice.num_splits} splits: {error}")
     return times
 
 

@@ -14,7 +14,7 @@ from dsagen.bench import run as bench_run
 from dsagen.bench.data import DecodeCase, make_pool
 from dsagen.bench.timing import Timing
 from dsagen.cli import main
-from dsagen.errors import CheckFailed, DeviceError, SpecError, StoreError, TableError
+from dsagen.errors import CheckFailed, DeviceError, GuardError, SpecError, StoreError, TableError
 from dsagen.families.sparse_decode.choice_table import ChoiceTables, read_table
 from dsagen.families.sparse_decode.family import FAMILY, with_all_bodies
 from dsagen.families.sparse_decode.op import CLUSTER_SPLITS, DecodeShape
@@ -62,6 +62,20 @@ def run(device, shapes, limit=1e6, told=None):
 def by_splits(_, slug, num_splits, launches):
     """Fastest with 8 splits of the hopper body in one launch."""
     return 10 + abs(num_splits - 8) + (slug == PORTABLE.slug) + 0.5 * launches
+
+
+def test_choices_that_the_device_has_no_room_for_are_left_out_and_told():
+    def us(case, slug, num_splits, launches):
+        if launches == 1 and num_splits > 1:
+            raise GuardError("[SD-30] one launch: this process may use too few multiprocessors")
+        return by_splits(case, slug, num_splits, launches)
+
+    told = []
+    found = run(ScriptedDevice(us), "1:2048", told=told)
+    (row,) = found.rows
+    assert (row.kernel, row.num_splits, row.launches) == (HOPPER.slug, 8, 2) and not found.wrong
+    assert all(other.num_splits == 1 for other in row.beside if other.launches == 1)
+    assert sum(text.startswith("left out: ") and "[SD-30]" in text for text in told) == 3
 
 
 def test_default_shapes_are_those_of_a_decode_step():
