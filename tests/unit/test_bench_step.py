@@ -95,6 +95,9 @@ def test_figures_are_plain_data_and_a_row():
     assert replace(FIGURES, gpu_us=110.0).missed == ("110.0 us, goal 105.0 us",)
     for other in ({"device": "NVIDIA H100"}, {"case": replace(CASE, next_n=2)}, {"case": replace(CASE, heads=8)}):
         assert replace(FIGURES, **other).goal_us is None
+    for selects in (CHOOSE, USE):
+        layer = replace(CASE, selects=selects, candidate_blocks=2048)
+        assert replace(FIGURES, case=layer, gpu_us=110.0).missed == ()
     document = json.loads(json.dumps(FIGURES.to_json(), allow_nan=False))
     assert document["stage_us"] == dict(zip(STAGES, (60.0, 20.0, 18.0), strict=True)) and document["goal_us"] == 105.0
     assert len(FIGURES.cells()) == len(FIGURES.header)
