@@ -126,14 +126,23 @@ class _HeldBack:
                 signal.signal(number, self._note)
 
     def release(self) -> None:
-        """Put the handlers back, then call those whose signals came; where one raises, the rest is for a next time."""
+        """Put the handlers back, then call those whose signals came; where one raises, the rest is for a next time.
+
+        A handler that is back may raise before the next one is: these are put back all the same.
+        """
+        try:
+            self._put_back()
+        finally:
+            self._put_back()
+        while self._came:
+            number, handler = self._came.pop(0)
+            handler(number, None)
+
+    def _put_back(self) -> None:
         while self._handlers:
             number, handler = next(iter(self._handlers.items()))
             signal.signal(number, handler)
             del self._handlers[number]
-        while self._came:
-            number, handler = self._came.pop(0)
-            handler(number, None)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self._came.append((number, self._handlers[number]))

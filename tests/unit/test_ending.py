@@ -102,6 +102,25 @@ def test_a_child_that_does_not_start_holds_nothing_back():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_a_signal_between_two_handlers_that_are_put_back_leaves_none_away(monkeypatch):
+    put, came = signal.signal, []
+
+    def put_and_signal(number, handler):
+        put(number, handler)
+        if handler is signal.default_int_handler and not came:
+            came.append(number)
+            signal.raise_signal(number)
+
+    with ending_as_interrupt():
+        own = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        monkeypatch.setattr(signal, "signal", put_and_signal)
+        with pytest.raises(KeyboardInterrupt):
+            run_child(["/nowhere/at/all"])
+        monkeypatch.undo()
+        assert came == [signal.SIGINT]
+        assert {number: signal.getsignal(number) for number in own} == own
+
+
 def test_a_thread_starts_children_and_leaves_handlers_alone():
     found = []
     thread = threading.Thread(target=lambda: found.append(Scene().play()))
