@@ -6,12 +6,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from dsagen import knobs
 from dsagen.build.bundle import Bundle, BundledKernel
 from dsagen.build.key import canonical_json
 from dsagen.errors import StoreError
 from dsagen.matrix import Matrix
 from dsagen.plan import KernelPlan
 from dsagen.render import instruction_hash, render
+from dsagen.slug import parse_slug
+
+# What asks for a body, whatever spec and tables would choose.
+_BODY_KNOBS: Mapping[str, knobs.Knob[str | None]] = {
+    "sparse_decode": knobs.SPARSE_DECODE_BODY,
+    "indexer_logits": knobs.INDEXER_LOGITS_BODY,
+}
 
 
 @dataclass(frozen=True)
@@ -54,13 +62,23 @@ class BundledCode:
     def _cubin(self, plan: KernelPlan) -> bytes:
         found = self.kernels.get(plan.slug)
         if found is None:
-            self._refuse(plan, "is not in it")
+            self._refuse(plan, f"is not in it{self._other_body(plan)}")
         unit = render(plan)
         if canonical_json(found.plan) != canonical_json(unit.plan):
             self._refuse(plan, "has another plan in it")
         if instruction_hash(found.source) != unit.evidence_hash:
             self._refuse(plan, "has another text in it")
         return found.cubin
+
+    def _other_body(self, plan: KernelPlan) -> str:
+        """Which body of the same kernel was packed, and what asks for it; empty where none was."""
+        knob, variant = _BODY_KNOBS.get(plan.variant.family), plan.variant
+        for slug in self.kernels:
+            found = parse_slug(slug)
+            same = (found.family, found.kernel, found.arch) == (variant.family, variant.kernel, variant.arch)
+            if knob is not None and same and found.body != variant.body:
+                return f", {slug} is, which {knob.name}={found.body} asks for"
+        return ""
 
     def _refuse(self, plan: KernelPlan, what: str) -> NoReturn:
         raise StoreError(

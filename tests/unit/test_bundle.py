@@ -124,6 +124,15 @@ def test_kernels_of_another_dsagen_are_refused(packed, bare_machine, monkeypatch
         dsagen.load(packed, name="v32_h16")
 
 
+def test_a_bundle_with_another_body_says_what_asks_for_it(packed, bare_machine, monkeypatch):
+    monkeypatch.setenv("DSAGEN_SPARSE_DECODE_BODY", "hopper")
+    words = r"-hopper-\S+ is not in it, \S+-mma_sync-\S+ is, which DSAGEN_SPARSE_DECODE_BODY=mma_sync asks for"
+    with pytest.raises(StoreError, match=words):
+        dsagen.load(packed, name="v32_h16")
+    monkeypatch.setenv("DSAGEN_SPARSE_DECODE_BODY", "mma_sync")
+    dsagen.load(packed, name="v32_h16")
+
+
 def test_a_comment_makes_no_other_kernel(packed, bare_machine, monkeypatch):
     monkeypatch.setattr(bundled, "render", lambda plan: replace(unit := render(plan), text=unit.text + "// more\n"))
     dsagen.load(packed, name="v32_h16")
