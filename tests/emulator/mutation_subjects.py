@@ -262,6 +262,12 @@ _LOGITS_CASES = (
     # A tile of few keys for each of three blocks.
     LogitsCase("mutants.few", 1, 3, 90, page_size=8, lengths=Lengths.WHOLE),
 )
+# Pages of whole warps' keys, which the hopper body has copies of its own for.
+_PAGE_CASES = (
+    LogitsCase("mutants.pages", 2, 3, 1500, page_size=64, pad_bytes=16, lengths=Lengths.PER_REQUEST, wild=True),
+    LogitsCase("mutants.many_of_pages", 140, 1, 130, page_size=32, lengths=Lengths.BEYOND, fill=True),
+    LogitsCase("mutants.few_of_pages", 1, 3, 90, page_size=32, lengths=Lengths.WHOLE),
+)
 
 
 _RAGGED_CASES = (
@@ -295,9 +301,11 @@ def _run_logits(kernel: Kernel, attempt: Attempt) -> str:
         subject_of_lists = indexer.EmulatedCandidates(listed, kernel, attempt.seed, attempt.schedule)
         return indexer.candidates_problem(_CANDIDATE_CASES[attempt.seed % 2], subject_of_lists)
     subject = indexer.EmulatedIndexer(indexer.spec_of(*axes), kernel, attempt.seed, attempt.schedule)
-    # Only the hopper body makes small tiles.
-    cases = _LOGITS_CASES if variant.body == logits_hopper.BODY else _LOGITS_CASES[:2]
-    return indexer.problem(cases[attempt.seed % len(cases)], subject)
+    # Only the hopper body makes small tiles, and has two forms of copies.
+    if variant.body != logits_hopper.BODY:
+        return indexer.problem(_LOGITS_CASES[attempt.seed % 2], subject)
+    cases = (_LOGITS_CASES[attempt.seed % len(_LOGITS_CASES)], _PAGE_CASES[attempt.seed % len(_PAGE_CASES)])
+    return next(filter(None, (indexer.problem(case, subject) for case in cases)), "")
 
 
 _INDEX_CASES = (

@@ -109,9 +109,11 @@ def test_without_matplotlib_or_figures_it_says_so(tmp_path: Path, monkeypatch: p
 def test_the_last_record_is_shown_without_a_device(capsys: pytest.CaptureFixture[str]) -> None:
     cases = last_cases([load_spec("v32_h16")])
     assert {case["spec"] for case in cases} == {"v32_h16"}
-    assert sorted(case["case"]["batch"] for case in cases) == sorted(BATCHES)
+    # Every shape once, whichever run was the last to measure it.
+    shapes = [json.dumps(case["case"], sort_keys=True) for case in cases]
+    assert len(set(shapes)) == len(shapes) and {1, 16, 128} <= {case["case"]["batch"] for case in cases}
     assert main(["bench", "v32_h16", "--recorded", "--json"]) == 0
-    assert len(json.loads(capsys.readouterr().out)["figures"]) == len(BATCHES)
+    assert len(json.loads(capsys.readouterr().out)["figures"]) == len(cases)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ _OPERAND_DIMS = OPERAND_PITCH_BYTES // 2
 _OPERAND_ALIGN_BYTES = 1024
 _TILE_TOKENS = 64
 # A second group of score warps fills what one group waits. With more heads there are registers for it only where the
-# probabilities bear the values' scales, so that nothing multiplies those.
+# probabilities bear the values' scales, so that nothing multiplies those, and with one cache.
 _SCORE_WARPS = {True: 8, False: 4}
 _TWO_GROUPS_HEADS = 16
 # Of a stage a warp issues a copy in some 40 clk, and has some 700 clk of other work. Measured: pairs are fastest.
@@ -45,7 +45,7 @@ def takes(caches: Caches, heads_n: int, arch: Arch) -> bool:
 
 def shapes(caches: Caches, heads_n: int) -> Iterator[Geometry]:
     """Geometries to try, best first, whether or not they fit. Rows are skipped by whole stages (`warp_blocks` 2)."""
-    two_groups = heads_n <= _TWO_GROUPS_HEADS or caches.probability_copies > 1
+    two_groups = heads_n <= _TWO_GROUPS_HEADS or (caches.probability_copies > 1 and caches.extra is None)
     for stages in range(MAX_STAGES, 3 if two_groups else 2, -1):
         yield Geometry(
             heads_n=heads_n,
