@@ -93,7 +93,8 @@ class TopkOps(OpMethods):
         if torch.compiler.is_compiling():
             if plan is not None:
                 self._require_own_topk(plan)
-                plan.require_shape(scores.shape[0], scores.shape[1], k, scores.device)
+                if scores.dim() == 2:  # else the op itself refuses them
+                    plan.require_shape(scores.shape[0], scores.shape[1], k, scores.device)
             given = {
                 "lengths": lengths,
                 "starts": starts,

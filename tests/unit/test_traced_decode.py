@@ -52,3 +52,5 @@ def test_a_traced_call_with_a_plan_that_is_not_its_own_is_refused(wrong):
         traced(lambda scores: select.topk(scores, k=64, plan=of_topk), scores=scores)
     plan = select.plan_topk(3, 131072, 64)
     assert traced(lambda scores: select.topk(scores, k=64, plan=plan), scores=scores).shape == (3, 64)
+    with pytest.raises(Exception, match=r"\[TK-\d+\] .*scores|\[T-\d+\] scores"):
+        traced(lambda scores: select.topk(scores, k=64, plan=plan), scores=scores[0])
