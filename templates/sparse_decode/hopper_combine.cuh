@@ -20,7 +20,8 @@
 
 namespace sparse_decode {
 
-// A CTA's partial O in the ring of rows, fp32 [head][dim], and its log-sum-exps in the place of the softmax references.
+// A CTA's partial O in the ring of rows, fp32 [head][dim], and behind each head's its log-sum-exp. The value warps write both, though
+// it is a score warp that has the sums: what another CTA reads is then written by warps that take part in the meeting.
 template <class C, class Shared>
 struct ClusterPartials {
   // The lanes of a store have four even or four odd heads: these are 64 B apart in the banks.
@@ -28,6 +29,7 @@ struct ClusterPartials {
   static_assert(C::kHeads * kPitch * sizeof(float) <= sizeof(Shared::rows));
 
   static DSA_DEVICE float* output(Shared& shared) { return reinterpret_cast<float*>(&shared.rows[0][0][0]); }
+  static DSA_DEVICE float* lse(Shared& shared, int head) { return output(shared) + head * kPitch + C::kValueDims; }
 };
 
 template <class C, class Shared, class Params>
@@ -73,7 +75,7 @@ struct ClusterCombine {
     float lse = -kInfinity;
     if (is_unit)
       lse = ptx::float_of(ptx::load_cluster_4(
-          ptx::cluster_address(ptx::shared_address(&shared.reference[head]), lane % kSplits)));
+          ptx::cluster_address(ptx::shared_address(Partials::lse(shared, head)), lane % kSplits)));
     u32 partials[kSplits];
 #pragma unroll
     for (int s = 0; s < kSplits; ++s)

@@ -68,10 +68,12 @@ struct HopperValue {
     if (in_cluster) ptx::barrier_sync(3, 32 * C::kValueWarps);  // B of hopper_combine.cuh
     // Between launches an empty split has no weight and is not read.
     if (work.tiles == 0 && p.num_splits > 1 && !in_cluster) return;
+    using Partials = ClusterPartials<C, Shared>;
+    const int head = ptx::thread_index();
+    if (in_cluster && head < C::kHeads) *Partials::lse(shared, head) = shared.reference[head];
     scale_output(shared.head_value);
     if (p.num_splits > 1) {
       // Either memory by the same code: what runs once costs as much to fetch as to run.
-      using Partials = ClusterPartials<C, Shared>;
       float* const partials = p.o_accum + (work.partial_row(p) * p.heads + work.first_head) * C::kValueDims;
       const i64 head_stride = in_cluster ? Partials::kPitch : C::kValueDims;
       write_heads(in_cluster ? Partials::output(shared) : partials, head_stride, [](float* at, float a, float b) {

@@ -179,7 +179,7 @@ struct Softmax {
     if (h < item.heads(p)) {
       const int head = item.first_head + h;
       if (ptx::cluster_blocks() > 1) {
-        shared.reference[h] = lse;  // for the splits of the cluster, which combine themselves
+        shared.reference[h] = lse;  // for the value warps, which put it where the cluster's splits read it
       } else if (p.num_splits > 1) {
         p.lse_accum[item.partial_row(p) * p.heads + head] = lse;
       } else {
