@@ -309,7 +309,7 @@ SPARSE_DECODE_LAUNCHES: Knob[int | None] = Knob(
     "1|2",
     None,
     "1: launch 2, 4 or 8 splits of sparse_decode's body 'hopper' as a cluster that combines itself; other kernels and "
-    "split counts stay with two launches. Default: what a choice table says, else 2.",
+    "split counts stay with two launches. 2: always two. Default: what a choice table says, else 1 for two splits.",
     lambda text: int(_parse_choice(text, ("1", "2"))),
 )
 CHOICE_TABLE: Knob[str | None] = Knob(

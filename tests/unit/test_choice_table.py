@@ -57,8 +57,8 @@ def decide(*rows, shape=SHAPE, device="NVIDIA H200", plans=(PORTABLE, HOPPER), d
     return ChoiceTables(placed).decide(shape, plans, device, text_of, determinism)
 
 
-def judged(decision, shape=SHAPE, **options):
-    return candidates((PORTABLE, HOPPER), shape, CAPACITIES, 132, "off", decision=decision, **options)
+def judged(decision, shape=SHAPE, determinism="off", **options):
+    return candidates((PORTABLE, HOPPER), shape, CAPACITIES, 132, determinism, decision=decision, **options)
 
 
 @pytest.fixture
@@ -186,6 +186,22 @@ def test_other_splits_take_two_launches():
     # The knob asks where it is possible.
     chosen = choose(judged(decide(ROW), launches=1))
     assert (chosen.plan, chosen.partition.num_splits, chosen.partition.one_launch) == (HOPPER, 32, False)
+
+
+def test_the_cost_model_joins_two_splits_unless_it_is_told_otherwise():
+    def parts(**options: object) -> list[tuple[int, bool]]:
+        found = judged(decide(), shape=replace(SHAPE, batch=64), **options)
+        return [(c.partition.num_splits, c.partition.one_launch) for c in found]
+
+    assert parts() == [(2, False), (2, True)]
+    assert parts(launches=2) == [(2, False), (2, False)]
+    assert parts(num_splits=2) == [(2, False), (2, False)]
+    assert parts(determinism="batch_invariant") == [(4, False), (4, False)]
+    # Rows of 512 columns are split only where that needs no second launch; at 32 four splits are faster.
+    for batch, asked, wanted in ((64, None, (2, True)), (64, 2, (1, False)), (32, None, (4, False))):
+        shape = replace(SHAPE, batch=batch, topk=512)
+        part = judged(decide(), shape=shape, launches=asked)[1].partition
+        assert (part.num_splits, part.one_launch) == wanted
 
 
 def test_only_a_body_that_can_join_is_asked_to():

@@ -72,8 +72,8 @@ def candidates(
     """Judge each main kernel, in the given order of preference; `capacities` are those of both caches' index rows.
 
     First comes what the tables decided, with the row's splits unless `num_splits` gives others. `launches` 1 asks for
-    one launch where a kernel can do that for the shape, 2 forbids it. GuardError for sizes with which there is nothing
-    to judge.
+    one launch where a kernel can do that for the shape, 2 forbids it, None leaves it to tables and cost model.
+    GuardError for sizes with which there is nothing to judge.
     """
     if require_int("topk", shape.topk) < 1 or require_int("extra_topk", shape.extra_topk) < 0:
         check_columns((shape.topk, shape.extra_topk), capacities, _WIDTH_NAMES)
@@ -88,7 +88,7 @@ def candidates(
             part = partition(shape, plan, sm_count, determinism, splits, joins, given)
             judged.append(_judge(plan, part, shape, capacities, row))
     for plan in plans:
-        part = partition(shape, plan, sm_count, determinism, num_splits)
+        part = partition(shape, plan, sm_count, determinism, num_splits, False if launches == 2 else None)
         if launches == 1 and can_join(plan, shape) and part.num_splits in CLUSTER_SPLITS:
             part = partition(shape, plan, sm_count, determinism, num_splits, True)
         judged.append(_judge(plan, part, shape, capacities))

@@ -7,7 +7,7 @@ tiles of the second cache's index row follow those of the first.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from dsagen.families.sparse_decode import hopper
@@ -18,6 +18,7 @@ from dsagen.families.sparse_decode.schedule import (
     SplitLoad,
     batch_invariant_splits,
     choose_splits,
+    joins,
     tile_time_us,
 )
 from dsagen.guard import check, require_int
@@ -110,14 +111,15 @@ def partition(
     sm_count: int,
     determinism: Determinism,
     num_splits: int | None = None,
-    one_launch: bool = False,
+    one_launch: bool | None = None,
     given: str = "given by the caller",
 ) -> DecodePartition:
     """Deal a call to CTAs.
 
     A given `num_splits` is taken as it is (the launch guards judge it), and `given` says by whom; otherwise
     `batch_invariant` derives it from the row width, and `off` from the cost model. With `one_launch` rows that are
-    split are combined by the main kernel itself. Raises GuardError for a size that is no whole number in range.
+    split are combined by the main kernel itself, with None where the cost model counts on that. Raises GuardError for a
+    size that is no whole number in range.
     """
     _require_sizes(shape, num_splits)
     main_tiles, extra_tiles = tiles_of(shape, main_plan)
@@ -132,10 +134,12 @@ def partition(
         why = f"batch invariant: one split per {BATCH_INVARIANT_SPLIT_TOKENS} index columns, whatever the batch"
     else:
         load = split_load(shape, main_plan, sm_count, row_tiles, head_groups)
+        load = replace(load, can_join=one_launch is not False and can_join(main_plan, shape))
         num_splits, untuned = choose_splits(load), True
+        one_launch = one_launch or joins(load, num_splits)
         why = f"cost model: {load.units} CTAs of {row_tiles} tiles unsplit, {sm_count} SMs"
-    joins = one_launch and num_splits > 1
-    return _lay_out(shape, main_plan, row_tiles, (kv_head_groups, group_heads), num_splits, joins, why, untuned)
+    joined = bool(one_launch) and num_splits > 1
+    return _lay_out(shape, main_plan, row_tiles, (kv_head_groups, group_heads), num_splits, joined, why, untuned)
 
 
 def can_join(main_plan: KernelPlan, shape: DecodeShape) -> bool:

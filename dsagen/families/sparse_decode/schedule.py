@@ -20,6 +20,10 @@ PART_FIXED_US = 6.0
 COMBINE_FIXED_US = 4.0
 # Partial outputs are written and read back through L2.
 COMBINE_BYTES_PER_US = 2.5e6
+# Splits that a kernel may combine itself without being asked: more of them have never been faster than two launches.
+JOINED_SPLITS = 2
+# Their meetings and the exchange of partials through shared memory, what the first run of that code takes included.
+JOIN_FIXED_US = 4.8
 # Index columns of a split when the split count may depend on the row width only.
 BATCH_INVARIANT_SPLIT_TOKENS = 512
 
@@ -30,7 +34,7 @@ class SplitLoad:
 
     `units` are CTAs without splitting (rows x head groups); `row_tiles` tiles cover one index row. `tile_us` is the
     time of one tile on an SM of its own, `resident_ctas` how many CTAs an SM holds, `partial_bytes` the partial output
-    of all rows for one split.
+    of all rows for one split; with `can_join` two splits combine themselves.
     """
 
     units: int
@@ -39,6 +43,7 @@ class SplitLoad:
     sm_count: int
     resident_ctas: int
     partial_bytes: int
+    can_join: bool = False
 
 
 def tile_time_us(tile_bytes: int, tile_flops: int) -> float:
@@ -56,7 +61,14 @@ def split_cost_us(load: SplitLoad, num_splits: int) -> float:
     main = rounds * (PART_FIXED_US + part_tiles * load.tile_us * sharing)
     if num_splits == 1:
         return main
+    if joins(load, num_splits):
+        return main + JOIN_FIXED_US
     return main + COMBINE_FIXED_US + 2 * num_splits * load.partial_bytes / COMBINE_BYTES_PER_US
+
+
+def joins(load: SplitLoad, num_splits: int) -> bool:
+    """Whether that many splits are combined by the launch that computes them, where nobody asks otherwise."""
+    return load.can_join and num_splits == JOINED_SPLITS
 
 
 def choose_splits(load: SplitLoad) -> int:
