@@ -128,7 +128,8 @@ class KernelPlan:
     launch is `grid` CTAs (an expression over run-time names, for people; the family's op computes it) of `threads`
     threads with `smem_bytes` of dynamic shared memory. `overlaps_previous` marks a kernel that waits for its
     predecessor inside (programmatic dependent launch where the arch has it). `moves_registers` marks one whose warps
-    hand registers to each other: it is reckoned from exactly `registers_cap` a thread.
+    hand registers to each other: it is reckoned from exactly `registers_cap` a thread. `parts` says of each part that
+    its headers may have whether the unit has it.
     """
 
     variant: Variant
@@ -146,6 +147,7 @@ class KernelPlan:
     guards: tuple[CheckedGuard, ...]
     budget: tuple[tuple[str, str], ...] = ()
     moves_registers: bool = False
+    parts: tuple[tuple[str, bool], ...] = ()
 
     @property
     def slug(self) -> str:

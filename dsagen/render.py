@@ -2,13 +2,17 @@
 
 Templates print and do not compute; what they print comes from the plan. Jinja's usual delimiters occur in CUDA and PTX
 text, so they are `<% %>`, `${ }` and `<# #>` here.
+
+Lines of a header between `//% if parts.NAME` and `//% endif` are in the units of plans that have that part, and leave
+no trace in others: what one kernel does besides costs its neighbours neither an instruction nor their text, by which
+what a device showed of them is known.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -22,6 +26,7 @@ from dsagen.plan import KernelPlan
 # Every family's unit: a plan says what is in it.
 _UNIT_TEMPLATE = "kernel.cu.j2"
 _INCLUDE = re.compile(r'^#include "([^"]+)"$')
+_LINE_STATEMENT = "//%"
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
 
@@ -110,8 +115,20 @@ def environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
+        line_statement_prefix=_LINE_STATEMENT,
         autoescape=False,  # the output is CUDA, and every value comes from a validated plan
     )
+
+
+@cache
+def _header_template(text: str) -> jinja2.Template:
+    return environment().from_string(text)
+
+
+def with_parts(text: str, parts: Mapping[str, bool]) -> str:
+    """A header with those of its parts that are asked for; UndefinedError for one of which `parts` says nothing."""
+    # Few headers have any, and jinja takes longer than all else here.
+    return _header_template(text).render(parts=parts) if _LINE_STATEMENT in text else text
 
 
 def constant_text(value: int | float) -> str:
@@ -127,5 +144,6 @@ def render(plan: KernelPlan, read: Callable[[str], str] = read_header) -> Render
         (name, "float" if isinstance(value, float) else "int", constant_text(value)) for name, value in plan.constants
     ]
     printed = environment().get_template(_UNIT_TEMPLATE).render(plan=plan, constants=constants)
-    data = plan.to_json()
-    return RenderedUnit(plan.slug, plan.symbol, plan.variant.arch, inline_headers(printed, read), data["variant"], data)
+    parts, data = dict(plan.parts), plan.to_json()
+    text = inline_headers(printed, lambda name: with_parts(read(name), parts))
+    return RenderedUnit(plan.slug, plan.symbol, plan.variant.arch, text, data["variant"], data)

@@ -9,11 +9,12 @@ import jinja2
 import jinja2.nodes
 import pytest
 
-from dsagen.render import environment
+from dsagen.render import environment, with_parts
 
 TEMPLATES = Path(__file__).resolve().parents[2] / "templates"
 DEVICE_FILES = sorted(path for path in TEMPLATES.rglob("*") if path.suffix in (".cuh", ".cu", ".j2"))
-JINJA_FILES = [path for path in DEVICE_FILES if path.suffix == ".j2"]
+# Templates, and headers that have parts.
+JINJA_FILES = [path for path in DEVICE_FILES if path.suffix == ".j2" or "//%" in path.read_text()]
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _ASM = re.compile(r"\b(?:asm|__asm__|__asm)\b")
@@ -73,6 +74,14 @@ def test_includes_point_down_and_are_ours(path: Path) -> None:
 @pytest.mark.parametrize("path", JINJA_FILES, ids=relative_name)
 def test_templates_print_and_do_not_compute(path: Path) -> None:
     assert impure_nodes(path.read_text()) == []
+
+
+def test_parts_of_headers_are_there_or_leave_no_trace() -> None:
+    header = "int a;\n//% if parts.more\n  int b;\n//% else\n  int c;\n//% endif\nint d;\n"
+    assert with_parts(header, {"more": True}) == "int a;\n  int b;\nint d;\n"
+    assert with_parts(header, {"more": False}) == "int a;\n  int c;\nint d;\n"
+    with pytest.raises(jinja2.UndefinedError, match="more"):
+        with_parts(header, {"other": True})
 
 
 def test_undefined_names_are_errors() -> None:
