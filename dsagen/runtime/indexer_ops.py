@@ -9,12 +9,9 @@ import torch
 
 from dsagen.arch import arch
 from dsagen.errors import GuardError
+from dsagen.families.indexer_logits.forms import BLOCKS, CANDIDATES, RAGGED, ROLES
 from dsagen.families.indexer_logits.guards import RAGGED_TILES_GUARD, TILES_GUARD
 from dsagen.families.indexer_logits.op import (
-    BLOCKS,
-    CANDIDATES,
-    RAGGED,
-    ROLES,
     LogitsShape,
     Partition,
     explain_forms,

@@ -11,14 +11,8 @@ import torch
 from dsagen.arch import arch as arch_row
 from dsagen.dependent import CHAIN_OPS, has_chain
 from dsagen.errors import FrozenError, GuardError
-from dsagen.families.indexer_logits.op import (
-    BLOCK_KEYS,
-    BLOCKS,
-    CANDIDATES,
-    PAGED,
-    LogitsShape,
-    size_values,
-)
+from dsagen.families.indexer_logits.forms import BLOCKS, CANDIDATES, PAGED
+from dsagen.families.indexer_logits.op import BLOCK_KEYS, LogitsShape, size_values
 from dsagen.families.indexer_logits.op import SIZE_GUARDS as LOGITS_SIZES
 from dsagen.guard import check, rename, require_bool, require_int
 from dsagen.runtime import traced

@@ -35,7 +35,7 @@ from dsagen.dependent import is_dependent
 from dsagen.errors import EmulatorError
 from dsagen.families.indexer_logits import hopper as logits_hopper
 from dsagen.families.indexer_logits.bodies import hopper_takes
-from dsagen.families.indexer_logits.op import BLOCKS, FORMS
+from dsagen.families.indexer_logits.forms import BLOCKS, FORMS
 from dsagen.families.kv_cache.reference import convert_reference, read_reference, write_reference
 from dsagen.families.sparse_decode import family as decode_family
 from dsagen.families.sparse_decode import hopper

@@ -8,6 +8,7 @@ from dsagen.arch import Arch
 from dsagen.arch import arch as arch_row
 from dsagen.families.indexer_logits import hopper, hopper_ragged
 from dsagen.families.indexer_logits.bodies import PORTABLE, choose_body
+from dsagen.families.indexer_logits.forms import BLOCKS, FORMS, RAGGED, ROLES
 from dsagen.families.indexer_logits.geometry import (
     CODES_CPP,
     MOST_HEADS,
@@ -26,7 +27,6 @@ from dsagen.families.indexer_logits.guards import (
     RAGGED_WARPGROUP_GUARDS,
     WARPGROUP_GUARDS,
 )
-from dsagen.families.indexer_logits.op import BLOCKS, FORMS, RAGGED, ROLES
 from dsagen.families.indexer_logits.params import params_of
 from dsagen.family import Cell
 from dsagen.guard import Guard, check

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from dsagen.arch import Arch, DeviceFigures
+from dsagen.families.indexer_logits.forms import CANDIDATES, RAGGED
 from dsagen.families.indexer_logits.guards import (
     CANDIDATES_ONLY,
     KEY_COUNT_GUARD,
@@ -27,14 +28,8 @@ from dsagen.plan import KernelPlan
 
 SIZE_GUARDS = (TOKENS_GUARD, WIDTH_GUARD, TILES_GUARD)
 RAGGED_SIZE_GUARDS = (RAGGED_TOKENS_GUARD, KEY_COUNT_GUARD, RAGGED_TILES_GUARD)
-# The kernels for keys in pages, the same with scores of candidate blocks, for keys in one piece, and for those of
-# candidate blocks alone.
-PAGED, BLOCKS, RAGGED, CANDIDATES = "main", "blocks", "ragged", "candidates"
 # Keys of a block whose scores BLOCKS gives.
 BLOCK_KEYS = 8
-# Kernels by the form that keys have, and forms by kernel.
-ROLES: Mapping[str, str] = {"paged": PAGED, "blocks": BLOCKS, "ragged": RAGGED, "candidates": CANDIDATES}
-FORMS: Mapping[str, str] = {role: form for form, role in ROLES.items()}
 # Keys of a candidate block.
 BLOCK_SIZES = (8, 16)
 SCORE_BYTES = {"fp32": 4, "bf16": 2}
