@@ -324,7 +324,8 @@ INDEXER_LOGITS_BODY: Knob[str | None] = Knob(
     "|".join(BODIES),
     None,
     "Body of indexer_logits, whatever the spec's index.accumulation: 'hopper' where it is built (sm_90a, keys in "
-    "pages, fp8 keys in one piece), 'mma_sync' elsewhere. Default: 'hopper' where the spec takes its sums.",
+    "pages, with scores of candidate blocks too, fp8 keys in one piece), 'mma_sync' elsewhere. Default: 'hopper' where "
+    "the spec takes its sums.",
     partial(_parse_choice, choices=BODIES),
 )
 DEBUG_SYNC: Knob[bool] = Knob(

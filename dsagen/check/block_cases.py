@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from dsagen.check.cases import Tier
@@ -37,15 +37,17 @@ class BlockCase:
         return self.call.rows
 
 
-def block_cases(tier: Tier, keeps_nan: bool) -> tuple[BlockCase, ...]:
-    """The cases of a tier; names begin with `blocks.`. `keeps_nan`: NaN codes are NaN to the kernel."""
+def block_cases(tier: Tier, keeps_nan: bool, short_sums: bool = False) -> tuple[BlockCase, ...]:
+    """The cases of a tier; names begin with `blocks.`. `keeps_nan`: NaN codes are NaN to the kernel; `short_sums` as of
+    a case without blocks.
+    """
     cases = [*_contents_cases(keeps_nan), *_length_cases(), *_place_cases()]
     cases.append(BlockCase(f"{PREFIX}.graph", LogitsCase("", 5, 2, 700, contents=Contents.NORMAL, probe=Probe.GRAPH)))
     if tier == "full":
         for batch, next_n, width in ((1, 1, 131072), (16, 2, 32768), (64, 1, 16384)):
             call = LogitsCase("", batch, next_n, width, contents=Contents.NORMAL, lengths=Lengths.WHOLE)
             cases.append(BlockCase(f"{PREFIX}.large.b{batch}.n{next_n}.{width}", call))
-    return tuple(cases)
+    return tuple(replace(case, call=replace(case.call, short_sums=short_sums)) for case in cases)
 
 
 def _contents_cases(keeps_nan: bool) -> Iterator[BlockCase]:

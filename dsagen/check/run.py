@@ -340,7 +340,7 @@ def cases_of(spec: DeploymentSpec, arch: str, tier: Tier, only: str | None = Non
             keeps_nan = index_format(spec.index.keys).values is E4M3 and arch_row(arch).has_e4m3_cvt
             cases += logits_cases(tier, keeps_nan, short_sums) if "paged" in spec.index.forms else ()
             cases += ragged_cases(tier, keeps_nan, short_sums) if "ragged" in spec.index.forms else ()
-            cases += block_cases(tier, keeps_nan) if "blocks" in spec.index.forms else ()
+            cases += block_cases(tier, keeps_nan, short_sums) if "blocks" in spec.index.forms else ()
             cases += candidate_cases(tier, keeps_nan) if "candidates" in spec.index.forms else ()
         elif op == IndexCacheCase.op:
             cases += index_cases(tier)

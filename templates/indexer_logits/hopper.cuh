@@ -65,6 +65,9 @@ struct Hopper {
     // All that is read, lengths first, may come from the grid before, and what is written may still be read there.
     ptx::grid_dependency_wait();
     if (p.fills != 0) fill_outside<Score, Unit>(p, kThreads);
+//% if parts.epilogue
+    Score::Epilogue::begin(p, kThreads);
+//% endif
     Spans span(p, shared);
 #pragma unroll 1
     for (bool first = true; span.tiles != 0; span.advance(), first = false) {
@@ -140,6 +143,9 @@ struct Hopper {
     float x[kTiles][4], y[kTiles][4] = {}, sums[2][4] = {};
     PartWeights w{};
     OwnScore last{tiles.rows, kNoKey, place.limits(), {}, {}};
+//% if parts.epilogue
+    const typename Score::Epilogue epilogue(p, tiles.span.unit, place.limits());
+//% endif
 #pragma unroll 1
     for (u32 tile = tiles.warp / 4; tile < tiles.span.tiles; tile += C::kWarps / 4) {
       OwnScore next{tiles.rows + tiles.key(tile), tiles.key(tile), place.limits(), {}, {}};
@@ -167,6 +173,9 @@ struct Hopper {
         w.add(sums[0], x);
         if (whole) {
           last.store(own);
+//% if parts.epilogue
+          epilogue.store(last, own);
+//% endif
           last = next;
           next.on(p.score_stride);
         }
@@ -178,7 +187,13 @@ struct Hopper {
     }
     w.add(sums[1], y);
     last.collect(sums);
+//% if parts.epilogue
+    const float own = last.own_sum(tiles.lane);
+    last.store(own);
+    epilogue.store(last, own);
+//% else
     last.store(last.own_sum(tiles.lane));
+//% endif
   }
 
   // The same of tiles of up to 64 keys, all among those of the first product.
@@ -186,6 +201,9 @@ struct Hopper {
   static DSA_DEVICE void score_small(const Params& p, const PlaceOf<S>& place, int tokens, Ring& ring, const Tiles& tiles) {
     u32 a[2][kSteps][4];
     float sums[2][4] = {};
+//% if parts.epilogue
+    const typename Score::Epilogue epilogue(p, tiles.span.unit, place.limits());
+//% endif
 #pragma unroll 1
     for (u32 tile = tiles.warp / 4; tile < tiles.span.tiles; tile += C::kWarps / 4) {
       OwnScore next{tiles.rows + tiles.key(tile), tiles.key(tile), place.limits(), {}, {}};
@@ -207,7 +225,13 @@ struct Hopper {
           b += kPartBytes / 16, weights += kPartWeights * 4;
         }
         next.collect(sums);
+//% if parts.epilogue
+        const float own = next.own_sum(tiles.lane);
+        next.store(own);
+        epilogue.store(next, own);
+//% else
         next.store(next.own_sum(tiles.lane));
+//% endif
         next.on(p.score_stride);
         b += kTokenGap / 16;
       }

@@ -212,8 +212,8 @@ class EmulatedRagged:
 
 
 @cache
-def blocks_spec(arch: str, dim: int = 128, scores: str = "fp32", keys: str = "fp8") -> DeploymentSpec:
-    index = {"heads": 16, "dim": dim, "keys": keys, "forms": ["blocks"]}
+def blocks_spec(arch: str, dim: int = 128, scores: str = "fp32", keys: str = "fp8", heads: int = 16) -> DeploymentSpec:
+    index = {"heads": heads, "dim": dim, "keys": keys, "forms": ["blocks"]}
     return spec_of(arch).replace(index=index, scores=scores)
 
 
@@ -226,6 +226,7 @@ class EmulatedBlocks:
     seed: int = 0
     schedule: str | None = None
     sms: int = 1
+    written_before: tuple[str, ...] | None = None
 
     def prepare(self) -> None:
         pass
@@ -245,7 +246,7 @@ class EmulatedBlocks:
         shape, arguments = bind_blocks(given, None, unscored_up_to, fill_neg_inf, self.spec, driver)
         part = partition_of(self.kernel.plan, shape, self.sms)
         values = {**arguments, **shared_values(part), **result_arguments(given)}
-        memory = placed(given, BLOCKS_FORM, values)
+        memory = after_grid(self.kernel, placed(given, BLOCKS_FORM, values), self.written_before)
         self.kernel.launch(part.blocks, values, memory, self.seed, self.schedule)
         return out, block_scores, block_counts
 

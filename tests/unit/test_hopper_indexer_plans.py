@@ -8,12 +8,13 @@ import pytest
 from click.testing import CliRunner
 
 from dsagen.arch import arch
+from dsagen.check.block_cases import BlockCase
 from dsagen.check.indexer_cases import LogitsCase
 from dsagen.check.run import cases_of
 from dsagen.check.step_cases import StepCase
 from dsagen.cli.app import cli
 from dsagen.errors import GuardError
-from dsagen.families.indexer_logits import hopper
+from dsagen.families.indexer_logits import FAMILY, hopper
 from dsagen.families.indexer_logits.geometry import DIMS
 from dsagen.families.indexer_logits.guards import HOPPER_PLAN_GUARDS
 from dsagen.families.indexer_logits.hopper import HopperGeometry, plan_hopper, preferred_geometry, smem_fields
@@ -78,6 +79,15 @@ def test_every_plan_of_scaled_blocks_fits_three_blocks_on_an_sm(heads: int, dim:
     tokens = partition_of(plan, LogitsShape(1, 8, 4096, heads), 132).unit_tokens
     assert tokens == g.most_tokens and tokens * g.rows <= g.query_rows
     assert not hopper.sums_e4m3(plan) and hopper.sums_e4m3(plan_of(heads, dim))
+
+
+def test_scores_of_candidate_blocks_are_a_part_of_the_same_body() -> None:
+    main = plan_of()
+    blocks = FAMILY.plan(replace(main.variant, kernel="blocks"))
+    assert (blocks.constants, blocks.smem, blocks.threads) == (main.constants, main.smem, main.threads)
+    assert (main.parts, blocks.parts) == ((("epilogue", False),), (("epilogue", True),))
+    assert {field.name for field in blocks.params} > {field.name for field in main.params}
+    assert "Epilogue" in render(blocks).text and "Epilogue" not in render(main).text
 
 
 def test_as_many_blocks_as_planned_are_resident() -> None:
@@ -147,9 +157,10 @@ def test_explain_tells_copies_and_units() -> None:
 
 def test_the_check_allows_short_sums_where_they_are() -> None:
     def declared(accumulation: str) -> set[bool]:
-        spec = load_spec("v32_decode_h16").replace(index={"accumulation": accumulation})
-        return {
-            case.short_sums for case in cases_of(spec, "sm_90a", "quick") if isinstance(case, LogitsCase | StepCase)
-        }
+        index = {"accumulation": accumulation, "forms": ["paged", "blocks"]}
+        cases = cases_of(load_spec("v32_decode_h16").replace(index=index), "sm_90a", "quick")
+        blocks = [case.call for case in cases if isinstance(case, BlockCase)]
+        assert blocks
+        return {case.short_sums for case in (*blocks, *cases) if isinstance(case, LogitsCase | StepCase)}
 
     assert (declared("fp32"), declared("fast")) == ({False}, {True})

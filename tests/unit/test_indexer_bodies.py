@@ -43,11 +43,11 @@ def test_the_knob_has_the_family_s_bodies() -> None:
     [
         ("fp8", {}, []),
         ("fp8", FP32, []),
-        ("fp8", FAST, ["paged", "ragged"]),
+        ("fp8", FAST, ["paged", "blocks", "ragged"]),
         # Sums of scaled blocks are fp32 in either body.
-        ("mxfp8", {}, ["paged"]),
-        ("mxfp8", FAST, ["paged"]),
-        ("mxfp4", FP32, ["paged"]),
+        ("mxfp8", {}, ["paged", "blocks"]),
+        ("mxfp8", FAST, ["paged", "blocks"]),
+        ("mxfp4", FP32, ["paged", "blocks"]),
     ],
 )
 def test_a_spec_gets_hopper_where_it_takes_its_sums(
@@ -64,14 +64,14 @@ def test_other_archs_have_one_body(name: str, asked: str, monkeypatch: pytest.Mo
         assert hopper_forms(spec_of(name, keys=keys, **FAST)) == []
 
 
-@pytest.mark.parametrize(("asked", "expected"), [("mma_sync", []), ("hopper", ["paged", "ragged"])])
+@pytest.mark.parametrize(("asked", "expected"), [("mma_sync", []), ("hopper", ["paged", "blocks", "ragged"])])
 @pytest.mark.parametrize("accumulation", [FP32, FAST])
 def test_the_knob_asks_for_either_body_whatever_the_spec_takes(
     asked: str, expected: list[str], accumulation: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(KNOB, asked)
     assert hopper_forms(spec_of(**accumulation)) == expected
-    assert hopper_forms(spec_of(keys="mxfp4", **accumulation)) == expected[:1]
+    assert hopper_forms(spec_of(keys="mxfp4", **accumulation)) == expected[:2]
 
 
 def test_the_knob_names_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:

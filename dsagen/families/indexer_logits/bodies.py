@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 # For every form of keys, format and arch; its sums are fp32.
 PORTABLE = "mma_sync"
 # Formats of keys that the hopper body is built for, by the form that keys have.
-_HOPPER_KEYS: Mapping[str, tuple[str, ...]] = {"paged": hopper.KEYS, "ragged": hopper_ragged.KEYS}
+_HOPPER_KEYS: Mapping[str, tuple[str, ...]] = {
+    "paged": hopper.KEYS,
+    "blocks": hopper.KEYS,
+    "ragged": hopper_ragged.KEYS,
+}
 
 
 class BodyChoice(NamedTuple):

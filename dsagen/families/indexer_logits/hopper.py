@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from dsagen.arch import SMEM_RESERVED_PER_BLOCK_BYTES, Arch
 from dsagen.arch import arch as arch_row
+from dsagen.families.indexer_logits.forms import BLOCKS, FORMS
 from dsagen.families.indexer_logits.geometry import CODES_CPP, MOST_NEXT_N, SCORE_CPP, block_values, resource_lines
 from dsagen.families.indexer_logits.guards import HOPPER_PLAN_GUARDS
 from dsagen.families.indexer_logits.params import params_of
@@ -161,7 +162,8 @@ def plan_hopper(variant: Variant, geometry: HopperGeometry | None = None) -> Ker
     """The kernel's plan; `geometry` overrides the preferred one (for tests and for measuring others)."""
     arch, record = arch_row(variant.arch), index_format(str(variant.axis("keys")))
     g = geometry or preferred_geometry(variant.axis_int("dim"), variant.axis_int("heads"), arch, record)
-    (fields, smem_bytes), (params, params_bytes) = smem_fields(g), lay_out_params(params_of(record, "paged"))
+    fields, smem_bytes = smem_fields(g)
+    params, params_bytes = lay_out_params(params_of(record, FORMS[variant.kernel]))
     values = {
         **block_values(arch, smem_bytes, g.threads, REGISTERS, g.per_sm),
         "dim": g.dim,
@@ -196,7 +198,7 @@ def plan_hopper(variant: Variant, geometry: HopperGeometry | None = None) -> Ker
             ("kWeightWords", g.weight_words),
         ),
         types=(
-            TypeAlias("Score", SCORE_CPP[str(variant.axis("score"))], "indexer_logits/store.cuh"),
+            _score_of(variant),
             TypeAlias("Operands", _operands_cpp(record), "indexer_logits/hopper_operands.cuh"),
             TypeAlias(
                 "Body",
@@ -228,7 +230,15 @@ def plan_hopper(variant: Variant, geometry: HopperGeometry | None = None) -> Ker
             ("q and codes", f"{g.shared_bytes} B"),
             *resource_lines(arch, smem_bytes, REGISTERS, record, g.dim),
         ),
+        parts=(("epilogue", variant.kernel == BLOCKS),),
     )
+
+
+def _score_of(variant: Variant) -> TypeAlias:
+    score = SCORE_CPP[str(variant.axis("score"))]
+    if variant.kernel != BLOCKS:
+        return TypeAlias("Score", score, "indexer_logits/store.cuh")
+    return TypeAlias("Score", f"indexer_logits::WithBlockEpilogue<{score}, Params>", "indexer_logits/hopper_blocks.cuh")
 
 
 def _operands_cpp(record: IndexFormat) -> str:
