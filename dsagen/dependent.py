@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 from dsagen.arch import Arch
 from dsagen.family import Cell
 from dsagen.plan import KernelPlan, TypeAlias, Variant
+from dsagen.spec_defaults import STEP_OPS
 
 if TYPE_CHECKING:
     from dsagen.spec import DeploymentSpec
 
-# Ops of a decode step, in the order of their launches.
-CHAIN_OPS = ("indexer_logits", "topk", "sparse_decode")
+CHAIN_OPS = STEP_OPS
 # Where the form stands among the roles of its op.
 ROLE_PREFIX = "dependent_"
 _AXIS = ("launch", "dependent")

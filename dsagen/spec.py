@@ -35,6 +35,7 @@ from dsagen.spec_defaults import (
     INDEXER_OP,
     NO_EXTRA_CACHE,
     READ_BY,
+    STEP_OPS,
     complete,
     known_ops,
 )
@@ -168,7 +169,8 @@ class IndexSpec(_Part):
     `forms` says how calls find keys: in pages (decode), in one piece (ragged prefill), or in candidate blocks of pages;
     `blocks` is pages with scores of blocks, which candidates are chosen by. `accumulation` says which sums of q . k the
     deployment takes of fp8 keys: `fp32`, or `fast`, also those that Hopper's tensor cores make of e4m3 products, which
-    keep 13 bits below the largest exponent. It asks for none: where no kernel sums so, sums are fp32.
+    keep 13 bits below the largest exponent. It asks for none: where no kernel sums so, sums are fp32. `histogram` says
+    that decode steps of few rows count scores by their first digit where they are made, for top-k to begin with.
     """
 
     heads: int = Field(ge=8, le=MAX_HEADS, multiple_of=8)
@@ -176,6 +178,7 @@ class IndexSpec(_Part):
     keys: str = Field(json_schema_extra={"enum": _INDEX_FORMAT_NAMES})
     forms: tuple[IndexForm, ...] = Field(default=("paged",), min_length=1)
     accumulation: Literal["fp32", "fast"] = "fp32"
+    histogram: bool = False
 
     @field_validator("forms", mode="before")
     @classmethod
@@ -282,6 +285,12 @@ class DeploymentSpec(_Part):
             raise problem(("index",), "is empty: leave it out")
         if index is not None and index.keys not in INDEX_FORMATS:
             raise problem(("index", "keys"), "is no index-key format", index.keys, choices=INDEX_FORMATS)
+        if index is not None and index.histogram:
+            lacking = [op for op in STEP_OPS if op not in self.ops]
+            if lacking:
+                raise problem(("index", "histogram"), f"decode steps read it: add {', '.join(lacking)} to ops", True)
+            if "paged" not in index.forms:
+                raise problem(("index", "histogram"), "decode steps read it: add paged to index.forms", True)
         if write is None and INDEX_CACHE_OP in self.ops:
             raise problem(("index_write",), "is empty: leave it out")
         if index is not None and write is not None:
@@ -357,9 +366,11 @@ class DeploymentSpec(_Part):
         for key in READ_BY:
             if data[key] is None:
                 del data[key]
+        if "index" in data and not data["index"]["histogram"]:
+            del data["index"]["histogram"]
         if "index" in data and INDEXER_OP not in self.ops:
             for key in INDEXER_KEYS:
-                del data["index"][key]
+                data["index"].pop(key, None)
         if self.kv_heads == 1:
             del data["kv_heads"]
         if "kv_write" in data and data["kv_write"]["extra_rule"] is None:
@@ -384,6 +395,8 @@ class DeploymentSpec(_Part):
         if "index" in kept and INDEXER_OP not in ops:
             for key in INDEXER_KEYS:
                 kept["index"].pop(key, None)
+        if "index" in kept and not set(STEP_OPS) <= set(ops):
+            kept["index"].pop("histogram", None)
         return DeploymentSpec(**{**kept, "ops": list(ops)})
 
 

@@ -37,7 +37,9 @@ DEFAULT_ROWS = "bf16"
 INDEX_OPS = ("indexer_logits", INDEX_CACHE_OP)
 # The op that alone reads some keys of the index, and these.
 INDEXER_OP = "indexer_logits"
-INDEXER_KEYS = ("forms", "accumulation")
+INDEXER_KEYS = ("forms", "accumulation", "histogram")
+# The ops of a decode step, which together read `index.histogram`, in the order of their launches.
+STEP_OPS = ("indexer_logits", "topk", "sparse_decode")
 # The op that reads `kv_heads`.
 DECODE_OP = "sparse_decode"
 # Keys that are there exactly where one of some ops is; `kv_heads` only where there are several.

@@ -25,11 +25,14 @@ class StepFigures(CallFigures):
     """One step on one device.
 
     `apart_us` is GPU time of the same step without overlapping launches, `stage_us` that of its stages, each by itself.
+    Of a step whose scores are counted where they are made `uncounted_us` has what it takes, with launches that overlap
+    and without, where top-k counts; `stage_us` then are stages of that one.
     """
 
     case: StepBenchCase
     apart_us: float
     stage_us: tuple[float, float, float]
+    uncounted_us: tuple[float, float] | None = None
 
     op: ClassVar[str] = "decode_step"
     header: ClassVar[tuple[str, ...]] = (
@@ -41,6 +44,7 @@ class StepFigures(CallFigures):
         "GPU us",
         "spread",
         "apart us",
+        "uncounted, apart us",
         *(f"{stage} us" for stage in STAGES),
         "floor us",
         "x floor",
@@ -83,6 +87,7 @@ class StepFigures(CallFigures):
             f"{self.gpu_us:.1f}",
             f"{self.spread:.1%}",
             f"{self.apart_us:.1f}",
+            "" if self.uncounted_us is None else ", ".join(f"{us:.1f}" for us in self.uncounted_us),
             *(f"{stage:.1f}" for stage in self.stage_us),
             number(self.floor_us, ".1f"),
             number(self.floor_ratio, ".2f"),
@@ -97,6 +102,8 @@ class StepFigures(CallFigures):
             "stage_us": {name: round(us, 3) for name, us in zip(STAGES, self.stage_us, strict=True)},
             "goal_us": self.goal_us,
         }
+        if self.uncounted_us is not None:
+            own["uncounted_us"], own["uncounted_apart_us"] = (round(us, 3) for us in self.uncounted_us)
         return self._plain(self.case.to_json(), own)
 
 

@@ -90,6 +90,11 @@ def measure_step(kernels: Any, case: StepBenchCase, inputs: Sequence[StepBenchIn
     # By itself a stage has no predecessor that it could overlap but its own last run.
     apart = plans_of(kernels, case, inputs, overlap=False)
     apart_us = graph_time_us(step_calls(kernels, case, apart, inputs)).median_us
+    uncounted_us = None
+    if case.selects is None and graph_plans[0].selection.counted is not None:
+        plain = [plans_of(kernels, case, inputs, histogram=False, overlap=overlap) for overlap in (None, False)]
+        overlapped, one_by_one = (graph_time_us(step_calls(kernels, case, plans, inputs)).median_us for plans in plain)
+        uncounted_us = overlapped, one_by_one
     stage_us = []
     for calls in stage_calls(kernels, case, apart, inputs):
         for plan in apart:
@@ -109,6 +114,7 @@ def measure_step(kernels: Any, case: StepBenchCase, inputs: Sequence[StepBenchIn
         input_sets=timing.sets,
         apart_us=apart_us,
         stage_us=(indexer, selection, attention),
+        uncounted_us=uncounted_us,
         issue_us=issue_us,
         wall_us=wall_us,
         floor_us=None if ceilings is None else step_floor_us(case, ceilings),

@@ -14,7 +14,9 @@ from dsagen.emulator.library import load_library
 from dsagen.ending import run_child
 from dsagen.errors import StoreError
 from dsagen.evidence import record, row_for
+from dsagen.families.indexer_logits.forms import COUNTED
 from dsagen.matrix import expand
+from dsagen.plan import KernelPlan
 from dsagen.render import render
 from dsagen.spec import DeploymentSpec
 
@@ -35,9 +37,7 @@ def record_report(
     driver = load_library().name if report.emulated else driver_version()
     rows = []
     for plan in expand(spec, (arch,)).plans():
-        # Only steps launch the forms that wait for the kernel before them.
-        op = StepCase.op if is_dependent(plan.variant) else plan.variant.family
-        unit, own = render(plan), report.of_kernel(op, plan.slug)
+        unit, own = render(plan), report.of_kernel(launching_op(plan), plan.slug)
         if not own.results:
             continue
         entry = store.lookup(unit)
@@ -60,6 +60,12 @@ def record_report(
             )
         )
     return record(rows, file, store)
+
+
+def launching_op(plan: KernelPlan) -> str:
+    """The op whose cases launch a kernel: of forms that wait for the one before them or count for the next, steps."""
+    only_steps = is_dependent(plan.variant) or plan.variant.kernel == COUNTED
+    return StepCase.op if only_steps else plan.variant.family
 
 
 def driver_version() -> str:

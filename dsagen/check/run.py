@@ -349,7 +349,8 @@ def cases_of(spec: DeploymentSpec, arch: str, tier: Tier, only: str | None = Non
     # The chain of them; its cases are evidence for no kernel, since each has those of its op.
     steps = set(CHAIN_OPS) <= set(spec.ops) and spec.index is not None and "paged" in spec.index.forms
     chooses = steps and spec.index is not None and {"blocks", "candidates"} <= set(spec.index.forms)
-    cases += step_cases(tier, short_sums, chooses) if steps else ()
+    counts = steps and spec.index is not None and spec.index.histogram
+    cases += step_cases(tier, short_sums, chooses, counts) if steps else ()
     if only is None:
         return cases
     chosen = tuple(case for case in cases if fnmatch.fnmatchcase(case.name, only))

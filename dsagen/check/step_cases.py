@@ -89,11 +89,17 @@ class StepCase:
         return self.batch * self.next_n
 
 
-def step_cases(tier: Tier, short_sums: bool = False, with_candidates: bool = False) -> tuple[StepCase, ...]:
-    """The cases of a tier; names begin with `step.`, and with `step.candidates.` where layers choose blocks."""
+def step_cases(
+    tier: Tier, short_sums: bool = False, with_candidates: bool = False, with_counts: bool = False
+) -> tuple[StepCase, ...]:
+    """The cases of a tier; names begin with `step.`, with `step.candidates.` where layers choose blocks, and with
+    `step.counted.` where scores are counted as they are made.
+    """
     cases = [*_length_cases(), *_page_cases(), *_shape_cases(), *_probe_cases()]
     cases += _candidate_cases() if with_candidates else ()
+    cases += _counted_cases() if with_counts else ()
     if tier == "full":
+        cases += _large_counted_cases() if with_counts else ()
         cases += _large_cases()
         cases += _large_candidate_cases() if with_candidates else ()
     return tuple(replace(case, short_sums=short_sums) for case in cases)
@@ -139,6 +145,25 @@ def _large_cases() -> Iterator[StepCase]:
     yield StepCase(
         f"{PREFIX}.large.graph", 8, 2, 16384, 2048, contents=Contents.NORMAL, layers=SHARED, probe=Probe.GRAPH
     )
+
+
+# Longer rows than a block holds, of either dtype of scores.
+_SHARED_WIDTHS = (33_000, 66_000)
+
+
+def _counted_cases() -> Iterator[StepCase]:
+    """Rows that blocks share: one beside a token that sees no key, and those of a request's tokens."""
+    for width in _SHARED_WIDTHS:
+        yield StepCase(f"{PREFIX}.counted.one_long.{width}", 2, 1, width, lengths=Lengths.ONE_LONG)
+    yield StepCase(f"{PREFIX}.counted.next_n2", 1, 2, 33_000, 200, lengths=Lengths.PER_REQUEST, page_size=61)
+
+
+def _large_counted_cases() -> Iterator[StepCase]:
+    """Several such rows, again and again, and captured."""
+    for probe in (Probe.REPEATED, Probe.GRAPH):
+        more: dict[str, Any] = {"contents": Contents.NORMAL, "layers": SHARED[:2], "probe": probe}
+        yield StepCase(f"{PREFIX}.counted.large.{probe}", 3, 1, 70_000, 2048, **more)
+    yield StepCase(f"{PREFIX}.counted.large.b16", 16, 1, 70_000, 2048, contents=Contents.NORMAL)
 
 
 def _candidate_cases() -> Iterator[StepCase]:

@@ -138,6 +138,7 @@ def describe_spec(spec: DeploymentSpec) -> str:
     index = spec.index
     indexer = "" if index is None else f", index of {index.heads} heads x {index.dim}, {index.keys} keys"
     indexer += "" if index is None or index.accumulation == "fp32" else f", {index.accumulation} accumulation"
+    indexer += ", histogram" if index is not None and index.histogram else ""
     write = spec.kv_write
     rules = "" if write is None else " and ".join(filter(None, (write.rule, write.extra_rule)))
     writes = "" if write is None else f", {write.rows} rows by {rules}"

@@ -309,8 +309,12 @@ class IndexerOps(OpMethods):
         scalars: tuple[Any, ...],
         result: torch.Tensor | BlockTensors,
         results: Mapping[str, Any] | None = None,
+        workspace: torch.Tensor | None = None,
     ) -> None:
-        """Launch the kernel of a call that has scores to write: into `result`, or where `results` say."""
+        """Launch the kernel of a call that has scores to write: into `result`, or where `results` say.
+
+        `workspace` is memory of a plan that arguments lead to.
+        """
         shared = {"unit_tokens": part.unit_tokens, "unit_count": part.unit_count, "blocks": part.blocks}
         kernel, stream = self._loader.load(plan, ordinal), self._driver.current_stream(ordinal)
         if isinstance(result, torch.Tensor):
@@ -320,7 +324,7 @@ class IndexerOps(OpMethods):
             operands = result
         values = {**arguments, **shared, **results}
         call, asked = (*operands, *scalars), (*tensors, *scalars)
-        launches.launch([Step(kernel, part.blocks)], stream, values, operands, call, asked)
+        launches.launch([Step(kernel, part.blocks)], stream, values, (*operands, workspace), call, asked)
 
     def logits_slugs(self, form: str) -> tuple[str, ...]:
         """Names of the kernels that serve calls with keys in that form: paged, ragged or candidates."""

@@ -43,11 +43,15 @@ class CallForm:
 
 @dataclass(frozen=True)
 class Step:
-    """One kernel of a call, with its grid in CTAs, and how many of those are a cluster."""
+    """One kernel of a call, with its grid in CTAs, and how many of those are a cluster.
+
+    Without `overlaps` it begins when the kernel before it has ended, also where it waits for that one by itself.
+    """
 
     kernel: LoadedKernel
     grid: int
     cluster: int = 1
+    overlaps: bool = True
 
 
 class KernelLaunch:
@@ -109,7 +113,7 @@ class OpLaunches:
         failed: Callable[[], None] = lambda: None,
     ) -> None:
         self._driver, self._form, self._debug_sync, self._failed = driver, form, debug_sync, failed
-        self._launches: OrderedDict[tuple[str, int, int, int, int], KernelLaunch] = OrderedDict()
+        self._launches: OrderedDict[tuple[str, int, int, int, bool, int], KernelLaunch] = OrderedDict()
         self._layouts: dict[str, BlockLayout] = {}
         self._lock = threading.Lock()
         # The debug knob waits between kernels, which the launcher in C does not.
@@ -235,7 +239,7 @@ class OpLaunches:
 
     def _ready(self, step: Step, stream: int) -> KernelLaunch:
         kernel = step.kernel
-        key = (kernel.plan.slug, kernel.ordinal, step.grid, step.cluster, stream)
+        key = (kernel.plan.slug, kernel.ordinal, step.grid, step.cluster, step.overlaps, stream)
         launch = self._launches.get(key)
         if launch is None:
             block = ArgumentBlock(kernel.plan)
@@ -292,7 +296,7 @@ def launch_config(step: Step, stream: int) -> LaunchConfig:
         if field.ctype == "pointer"
     )
     extents = step.grid, plan.threads, plan.smem_bytes
-    return LaunchConfig(*extents, stream, plan.overlaps_previous, pointers, step.cluster)
+    return LaunchConfig(*extents, stream, plan.overlaps_previous and step.overlaps, pointers, step.cluster)
 
 
 def failure_text(

@@ -7,12 +7,17 @@ from typing import Any, NamedTuple
 import torch
 
 from dsagen.errors import GuardError
-from dsagen.families.indexer_logits.op import BLOCK_KEYS
+from dsagen.families.indexer_logits.forms import COUNTED
+from dsagen.families.indexer_logits.op import BLOCK_KEYS, partition_of
 from dsagen.guard import rename
+from dsagen.runtime.indexer import LogitsTensors, bind
 from dsagen.runtime.indexer_ops import IndexerOps
+from dsagen.runtime.launch import Step
 from dsagen.runtime.step_candidates import CHOOSE, CandidateLevel, require_level, require_usable
 from dsagen.runtime.step_checks import StepIndex, lengths_of_tokens
+from dsagen.runtime.step_counts import CountedLaunches
 from dsagen.runtime.step_plan import DecodeStepPlan
+from dsagen.runtime.topk import TopkOptions, TopkTensors, output_arguments, require_determinism, shape_of
 from dsagen.runtime.topk_ops import TopkOps
 
 # What a stage calls the tensors that a step has by other names.
@@ -57,8 +62,62 @@ class StepSelection(IndexerOps, TopkOps):
 
     def _select_of_all(self, plan: DecodeStepPlan, given: StepIndex, page_size: int, into: Selected) -> None:
         index = self._index_of(plan, given)
+        if plan.selection.counted is not None:
+            try:
+                self._count_scores(
+                    plan, plan.selection.counted, LogitsTensors(*index, given.index_q_scales, plan.scores)
+                )
+                self._select_counted(plan, plan.selection.counted, given, index[3].view(-1), page_size, into)
+            except BaseException:
+                # What was counted may have been left.
+                plan.selection.spoil()
+                raise
+            return
         self.indexer_logits(*index, q_scales=given.index_q_scales, unscored_up_to=plan.shape.k, out=plan.scores)
         self._select_scored(plan, given, index[3].view(-1), page_size, into)
+
+    def _count_scores(self, plan: DecodeStepPlan, counted: CountedLaunches, tensors: LogitsTensors) -> None:
+        """Scores into the plan, and counts of them into the histograms of its selection."""
+        scalars = (None, plan.shape.k, False)
+        if not self._checks_values and counted.scoring.repeat(*tensors, *scalars) is True:
+            return
+        call = bind(tensors, None, plan.shape.k, False, self.spec, self._driver)
+        kernel, ordinal = self._require_pages(COUNTED, call.shape, tensors, call.arguments)
+        plan.selection.claim(self._driver.current_stream(ordinal))
+        part = partition_of(kernel, call.shape, self._on(ordinal).facts.sm_count)
+        arguments = {**call.arguments, "histograms": plan.selection.arguments()["histograms"]}
+        self._launch_logits(
+            counted.scoring, kernel, part, ordinal, arguments, tensors, scalars, plan.scores,
+            workspace=plan.selection.workspace,
+        )  # fmt: skip
+
+    def _select_counted(
+        self,
+        plan: DecodeStepPlan,
+        counted: CountedLaunches,
+        given: StepIndex,
+        lengths: torch.Tensor,
+        page_size: int,
+        into: Selected,
+    ) -> None:
+        """The best of what the plan has scores and counts of."""
+        k, selection = plan.shape.k, plan.selection
+        tensors = TopkTensors(
+            plan.scores, lengths, None, _kv_table(given), plan.row_tables, out=into.ids, counts=into.counts
+        )
+        scalars = (k, page_size, False, plan.determinism, False)
+        if not self._checks_values and counted.selecting.repeat(*tensors, *scalars) is True:
+            return
+        options = TopkOptions(k, page_size, drop_neg_inf=False, ordered=require_determinism(plan.determinism))
+        arguments, ordinal = self._bind_topk(tensors, options, selection)
+        chosen = self._choose_topk(ordinal, shape_of(tensors, k, self.spec))
+        stream = self._driver.current_stream(ordinal)
+        selection.claim(stream)
+        kernel = self._loader.load(chosen.plans[-1], ordinal)
+        step = Step(kernel, chosen.ctas, overlaps=selection.is_dependent)
+        outputs = output_arguments(tensors, into.ids)
+        values = {**arguments, **outputs, **selection.arguments(), "row_step": chosen.ctas}
+        self._launch_topk(counted.selecting, [step], stream, values, selection, (tensors, into.ids, scalars))
 
     def _select_inside(self, plan: DecodeStepPlan, given: StepIndex, into: Selected) -> None:
         level = into.level

@@ -122,17 +122,8 @@ class TopkOps(OpMethods):
         ordered = require_determinism(determinism)
         name = "page_table" if candidate_blocks is None else "candidate_blocks"
         options = TopkOptions(require_int("k", k), tokens, require_bool("drop_neg_inf", drop_neg_inf), ordered, name)
-        arguments = bind(tensors, options, self.spec, self._driver)
-        ordinal = self._home_of(scores)
-        if self._checks_values:
-            self._refuse_capture(ordinal)
-            check_windows(tensors)
-            check_tables(tensors, options)
+        arguments, ordinal = self._bind_topk(tensors, options, plan)
         rows, shares = int(scores.shape[0]), plan is None
-        if plan is not None:
-            self._require_own_topk(plan)
-            plan.require_shape(rows, int(scores.shape[1]), k, scores.device)
-            plan.require_apart(tensors.given(name))
         result = make_output(tensors, k)
         if rows:
             stream = self._driver.current_stream(ordinal)
@@ -144,19 +135,49 @@ class TopkOps(OpMethods):
                 launches, held = plan.launches, plan.arguments()
             kernels = self._topk_kernels(ordinal, chosen, plan is not None and plan.is_dependent)
             steps = [Step(self._loader.load(kernel, ordinal), chosen.ctas) for kernel in kernels]
-            bound = tensors._replace(out=result)
             values = {**arguments, **output_arguments(tensors, result), **held, "row_step": chosen.ctas}
-            operands = (*bound, None if plan is None else plan.workspace)
-            try:
-                launches.launch(steps, stream, values, operands, (*bound, *scalars), (*tensors, *scalars))
-            except BaseException:
-                if plan is not None:
-                    plan.spoil()
-                raise
+            self._launch_topk(launches, steps, stream, values, plan, (tensors, result, scalars))
             # A captured call has a plan that it shares with none but those of its graph.
             if shares and plan is not None and not self._driver.is_capturing(ordinal):
                 plan.serve(self._topk_routes, (*tensors, *scalars))
         return result
+
+    def _bind_topk(
+        self, tensors: TopkTensors, options: TopkOptions, plan: TopkPlan | None
+    ) -> tuple[dict[str, Any], int]:
+        """Arguments of a checked call but for the outputs' addresses, and its device."""
+        arguments = bind(tensors, options, self.spec, self._driver)
+        ordinal = self._home_of(tensors.scores)
+        if self._checks_values:
+            self._refuse_capture(ordinal)
+            check_windows(tensors)
+            check_tables(tensors, options)
+        if plan is not None:
+            rows, width = (int(size) for size in tensors.scores.shape)
+            self._require_own_topk(plan)
+            plan.require_shape(rows, width, options.k, tensors.scores.device)
+            plan.require_apart(tensors.given(options.table_name))
+        return arguments, ordinal
+
+    def _launch_topk(
+        self,
+        launches: OpLaunches,
+        steps: list[Step],
+        stream: int,
+        values: dict[str, Any],
+        plan: TopkPlan | None,
+        call: tuple[TopkTensors, torch.Tensor, tuple[Any, ...]],
+    ) -> None:
+        """Launch the kernels of a call: its tensors as given, its result and its scalars."""
+        tensors, result, scalars = call
+        bound = tensors._replace(out=result)
+        operands = (*bound, None if plan is None else plan.workspace)
+        try:
+            launches.launch(steps, stream, values, operands, (*bound, *scalars), (*tensors, *scalars))
+        except BaseException:
+            if plan is not None:
+                plan.spoil()
+            raise
 
     def _repeat_topk(self, plan: TopkPlan | None, call: tuple[Any, ...]) -> Any:
         """As OpLaunches.repeat; False where there is no call before it that is like it, or the plan is not ours."""
@@ -207,6 +228,7 @@ class TopkOps(OpMethods):
         workspace: torch.Tensor | None,
         device: Device | None,
         is_dependent: bool,
+        counts: bool = False,
     ) -> TopkPlan:
         rows, width, k = sizes
         self._require_op(OP)
@@ -218,7 +240,7 @@ class TopkOps(OpMethods):
             )
         chosen = self._choose_topk(ordinal, self._topk_shape(rows, width, k))
         return TopkPlan(
-            self.spec, self._driver, ordinal, sizes, chosen.split, workspace, self._debug_sync, is_dependent
+            self.spec, self._driver, ordinal, sizes, chosen.split, workspace, self._debug_sync, is_dependent, counts
         )
 
     def _topk_kernels(self, ordinal: int, chosen: Candidate, is_dependent: bool) -> tuple[KernelPlan, ...]:

@@ -17,6 +17,7 @@ from dsagen.runtime.blocks import Number
 from dsagen.runtime.device_memory import no_memory
 from dsagen.runtime.driver import Driver
 from dsagen.runtime.launch import OpLaunches, OpRoutes
+from dsagen.runtime.step_counts import counted_launches
 from dsagen.runtime.tensors import (
     TensorRule,
     require,
@@ -41,7 +42,8 @@ class TopkPlan:
 
     Made by `Kernels.plan_topk`. Holds a workspace whose address never changes, None where blocks share no row. It is
     zeros between calls: the kernels leave it so. `is_dependent` says that calls follow, on their stream, the kernel
-    that makes their scores, and begin while it ends.
+    that makes their scores, and begin while it ends. `counted` launches the calls of decode steps whose scores come
+    counted; with `counts`, that is of rows that blocks share.
     """
 
     def __init__(
@@ -54,7 +56,9 @@ class TopkPlan:
         workspace: torch.Tensor | None = None,
         debug_sync: bool = False,
         is_dependent: bool = False,
+        counts: bool = False,
     ) -> None:
+        assert split is not None or not counts, "rows that blocks share are counted"
         self.is_dependent = is_dependent
         self.spec, self._driver, self._ordinal = spec, driver, ordinal
         self.rows, self.width, self.k = shape
@@ -66,13 +70,15 @@ class TopkPlan:
         # The launches must not keep the plan alive, which holds device memory.
         spoil = weakref.WeakMethod(self.spoil)
         self.launches = OpLaunches(driver, FORM, debug_sync, failed=lambda: _call_if_alive(spoil))
+        self.counted = counted_launches(driver, debug_sync, lambda: _call_if_alive(spoil)) if counts else None
         # See OpLaunches; takes the tensors of a call in the order of TopkTensors, out given, and its scalars.
         self.repeat = self.launches.repeat
         if self.workspace is not None:
             # Until a call has claimed its stream, and after one that ended midway.
-            self.launches.hold_stream(None)
+            self._hold_stream(None)
             if self._is_lent:
-                self.launches.reserve(self.workspace)
+                for launches in self._every_launches():
+                    launches.reserve(self.workspace)
             # The first call may come on another stream than the one that sets zeros.
             driver.synchronize(ordinal, driver.current_stream(ordinal))
 
@@ -85,7 +91,7 @@ class TopkPlan:
         """Let the next launch choose the stream anew; the caller vouches that work on the old one is done."""
         with self._lock:
             if self.workspace is not None:
-                self.launches.hold_stream(None)
+                self._hold_stream(None)
             self._stream = None
 
     def require_shape(self, rows: int, width: int, k: int, device: torch.device) -> None:
@@ -109,7 +115,7 @@ class TopkPlan:
         with self._lock:
             self._is_clean = False
             if self.workspace is not None:
-                self.launches.hold_stream(None)
+                self._hold_stream(None)
 
     def claim(self, stream: int) -> None:
         """Bind the plan to a stream, the current one; GuardError when it belongs to another."""
@@ -123,7 +129,7 @@ class TopkPlan:
             if self._stream is None and self.workspace is not None:
                 self._driver.keep_for_stream(self._ordinal, self.workspace)
             self._stream = stream
-            self.launches.hold_stream(stream)
+            self._hold_stream(stream)
             if not self._is_clean and self.workspace is not None:
                 self.workspace.zero_()
                 self._is_clean = True
@@ -146,6 +152,13 @@ class TopkPlan:
     def serve(self, routes: OpRoutes, call: tuple[Any, ...]) -> None:
         """Let calls without a plan that are like one of mine come to me; `call` is as the routes take it."""
         routes.add(call, self.launches, self)
+
+    def _hold_stream(self, stream: int | None) -> None:
+        for launches in self._every_launches():
+            launches.hold_stream(stream)
+
+    def _every_launches(self) -> tuple[OpLaunches, ...]:
+        return (self.launches,) if self.counted is None else (self.launches, *self.counted)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         # A shallow copy would serve a second stream with the same workspace.

@@ -61,6 +61,9 @@ struct Hopper {
   static DSA_DEVICE void run(const Params& p, S& shared, int warp, int lane) {
     const PlaceOf<S> place(shared);
     Ring ring(p, place, warp, lane);
+//% if parts.counts
+    Counts counts(place.operands() + kFirstCount, p.unit_tokens);
+//% endif
     prefetch_requests<C>(p);
     // All that is read, lengths first, may come from the grid before, and what is written may still be read there.
     ptx::grid_dependency_wait();
@@ -78,17 +81,36 @@ struct Hopper {
       image.ask(p, unit);
       ring.start();
       if (!first) ptx::block_sync();  // all warps are done with the image
+//% if parts.counts
+      counts.take(p, unit);
+//% endif
       image.store(p, place, unit);
       ptx::fence_proxy_async();  // products read the image
       ptx::block_sync();
       const Tiles tiles{span, static_cast<Word*>(p.scores) + unit.row(p, 0) * p.score_stride, warp, lane};
       span.tile_keys > kProductKeys ? score(p, place, unit.tokens, ring, tiles) : score_small(p, place, unit.tokens, ring, tiles);
     }
+//% if parts.counts
+    counts.finish(p);
+//% endif
   }
 
   static constexpr u32 kNoKey = 0xffffffffu, kProductKeys = 64;
   static constexpr int kPartBytes = 8 * kTiles * C::kQueryPitchBytes, kPartWeights = C::kWeightWords / kParts;
   static constexpr int kTokenGap = C::kTokenBytes - kParts * kPartBytes;  // rows of q continue there
+//% if parts.counts
+
+  // A token's counts lie behind its rows of q.
+  using Counts = ScoreCounts<C, C::kTokenBytes>;
+  static constexpr u32 kFirstCount = C::kTokenBytes - Counts::kBytes;
+  static_assert(__builtin_offsetof(S, operands) == 0 && alignof(S) >= 32);
+
+  // Of the token whose limit is there: shared memory begins at a multiple of what operands do.
+  static DSA_DEVICE u32 counts_of(u32 limit) {
+    const u32 at = limit - static_cast<u32>(__builtin_offsetof(S, limits)), token = at % 32 / 4;
+    return at - 4 * token + token * C::kTokenBytes + kFirstCount;
+  }
+//% endif
 
   // The warpgroup's tiles of a unit, and the lane's own key in each.
   struct Tiles {
@@ -129,6 +151,9 @@ struct Hopper {
     DSA_DEVICE void store(float sum) const {
       const u32 keys = ptx::load_shared_4(limit);
       if (key < keys) *to = Score::of(own.held ? sum * own.scale : kNegInf);
+//% if parts.counts
+      if (key < keys) count_score<C>(counts_of(limit), Score::of(own.held ? sum * own.scale : kNegInf));
+//% endif
     }
 
     DSA_DEVICE void on(i64 stride) { to += stride, limit += 4; }

@@ -43,12 +43,18 @@ struct MmaSync {
     Span<C, S, Params, Unit> span(p, shared);
     const int lane = ptx::thread_index() % 32, warp = static_cast<int>(ptx::shuffle(ptx::thread_index() / 32, 0));
     Ring ring(p, shared, warp, lane);
+//% if parts.counts
+    Counts counts(ptx::shared_address(&shared.counts[0][0]), p.unit_tokens);
+//% endif
 #pragma unroll 1
     for (bool first = true; span.tiles != 0; span.advance(), first = false) {
       const Unit unit(p, span.unit);
       const u32 base = unit.first_key(p);
       ring.start(unit, span.first_tile, span.tiles);
       if (!first) ptx::block_sync();  // all warps are done with the image
+//% if parts.counts
+      counts.take(p, unit);
+//% endif
       Image::stage(p, shared, unit);
       ptx::block_sync();
 #pragma unroll 1
@@ -59,9 +65,16 @@ struct MmaSync {
         score_tile(p, shared, unit, base + (span.first_tile + tile) * C::kTileKeys, a, keys, lane);
       }
     }
+//% if parts.counts
+    counts.finish(p);
+//% endif
   }
 
  private:
+//% if parts.counts
+  using Counts = ScoreCounts<C, static_cast<int>(sizeof(u32) << C::kDigitBits)>;
+
+//% endif
   static DSA_DEVICE void score_tile(const Params& p, S& shared, const Unit& unit, u32 first_key,
                                     const u32 (&a)[C::kBlocks][kSteps][4], const TileKeys<C>& keys, int lane) {
     const u32 rows = ptx::shared_address(&shared.query[0][0]) + (lane % 8) * C::kQueryPitchBytes + (lane / 8) * 16;
@@ -98,7 +111,12 @@ struct MmaSync {
             sum = w1 * ptx::max_nan(acc[m][2 * half + 1], 0.0f) + sum;
           }
       }
+//% if parts.counts
+      const u32 counts = ptx::shared_address(&shared.counts[token][0]);
+      store_scores<C, Score>(p, unit.row(p, token), first_key, window, Unit::origin(p, window), counts, sums, keys, lane);
+//% else
       store_scores<C, Score>(p, unit.row(p, token), first_key, window, Unit::origin(p, window), sums, keys, lane);
+//% endif
     }
   }
 

@@ -1,6 +1,9 @@
 // Where scores go: into a token's window and nowhere else, or -inf into what lies outside of the window.
 #pragma once
 #include "indexer_logits/key_ring.cuh"
+//% if parts.counts
+#include "indexer_logits/score_counts.cuh"
+//% endif
 #include "indexer_logits/work.cuh"
 #include "prims/ptx/convert.cuh"
 #include "prims/ptx/max_nan.cuh"
@@ -73,9 +76,12 @@ DSA_DEVICE void count_blocks(const Params& p, u32 threads) {
 }
 
 // The scores of a tile for one token, of sums over the heads of a lane's columns: summed over the four lanes of a row, each
-// of which ends with other keys. Column 0 is for the key `origin`.
+// of which ends with other keys. Column 0 is for the key `origin`. Where scores are counted, the token's are at `counts`.
 template <class C, class Score, class Params>
 DSA_DEVICE void store_scores(const Params& p, i64 row, u32 first_key, Window window, u32 origin,
+//% if parts.counts
+                             u32 counts,
+//% endif
                              const float (&sums)[2 * C::kBlocks], const TileKeys<C>& keys, int lane) {
   constexpr int kOwn = TileKeys<C>::kOwn;
   float halves[2 * kOwn], own[kOwn];
@@ -86,6 +92,10 @@ DSA_DEVICE void store_scores(const Params& p, i64 row, u32 first_key, Window win
   for (int i = 0; i < kOwn; ++i) {
     const u32 key = first_key + TileKeys<C>::place(i, lane);
     if (key >= window.begin && key < window.end) scores[key - origin] = Score::of(keys.held[i] ? own[i] * keys.scale[i] : kNegInf);
+//% if parts.counts
+    if (key >= window.begin && key < window.end)
+      count_score<C>(counts, Score::of(keys.held[i] ? own[i] * keys.scale[i] : kNegInf));
+//% endif
   }
   if constexpr (Score::kOfBlocks) store_blocks<C, Score>(p, row, first_key, window.end, own, keys, lane);
 }

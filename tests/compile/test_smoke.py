@@ -167,6 +167,10 @@ def test_every_kernel_of_the_indexer_compiles_as_planned(arch: str) -> None:
     turn = list(ARCHS).index(arch)
     index = {"heads": 64, "dim": (128, 64, 32)[turn // 2 % 3], "keys": ("mxfp8", "mxfp4")[turn % 2]}
     plans += expand(load_spec("v32_indexer_h128").replace(archs=[arch], index=index)).plans()
+    # On every third arch scores that are counted.
+    if turn % 3 == 0:
+        counted = load_spec("v32_decode_histogram_h16").replace(archs=[arch], index={**index, "histogram": True})
+        plans += [plan for plan in expand(counted).plans() if plan.variant.kernel == "counted"]
     # Of keys in one piece those of a format, by turns as well, and on every fourth arch of candidate blocks, or with
     # their scores.
     forms = (["ragged", "candidates"], ["ragged", "blocks"], ["ragged"], ["ragged"])[turn % 4]
@@ -183,6 +187,8 @@ HOPPER_SHAPES = {
     ("ragged", "fp8"): ((128, 64, "fp32"),),
     ("blocks", "fp8"): ((128, 120, "fp32"),),
     ("blocks", "mxfp4"): ((128, 32, "fp32"),),
+    ("counted", "fp8"): ((128, 64, "fp32"), (64, 88, "bf16")),
+    ("counted", "mxfp4"): ((128, 40, "fp32"),),
 }
 
 

@@ -26,7 +26,9 @@ from dsagen.check.ragged_run import RaggedRun
 from dsagen.check.scores_run import ScoresRun
 from dsagen.emulator import Memory
 from dsagen.families.indexer_logits import FAMILY, hopper
+from dsagen.families.indexer_logits.forms import COUNTED
 from dsagen.families.indexer_logits.op import Partition, partition_of, ragged_partition
+from dsagen.families.indexer_logits.reference import counts_reference, limits_reference
 from dsagen.matrix import expand
 from dsagen.plan import Variant
 from dsagen.runtime.emulated import EmulatorDriver
@@ -161,6 +163,54 @@ class EmulatedIndexer:
             page = page[: pool[number].numel()]
             memory.add(f"page {number}", page, writable=False, address=base + number * self.page_stride_bytes)
         return {"k_cache": base, "page_stride_bytes": self.page_stride_bytes}
+
+
+@dataclass(frozen=True)
+class EmulatedCounts(EmulatedIndexer):
+    """As EmulatedIndexer, of a kernel that counts scores: WrongResultError where it counts others than it writes.
+
+    Histograms begin as `before`, as if a selection had left something.
+    """
+
+    before: int = 0
+
+    def indexer_logits(
+        self,
+        *tensors: torch.Tensor,
+        out: torch.Tensor,
+        unscored_up_to: int,
+        fill_neg_inf: bool,
+        q_scales: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        given = LogitsTensors(*tensors, q_scales, out)
+        driver = EmulatorDriver(arch_row(self.spec.archs[0]))
+        shape, arguments = bind(given, None, unscored_up_to, fill_neg_inf, self.spec, driver)
+        part = partition_of(self.kernel.plan, shape, self.sms)
+        histograms = torch.full((shape.tokens, 1 << self.kernel.plan.constant("kDigitBits")), self.before).int()
+        values = {**arguments, **shared_values(part), **out_arguments(out), "histograms": 0}
+        memory = placed(given, FORM, values)
+        values["histograms"] = memory.add("histograms", histograms)
+        memory = after_grid(self.kernel, memory, self.written_before)
+        self.kernel.launch(part.blocks, values, memory, self.seed, self.schedule)
+        limits = limits_reference(given.context_lens, shape.batch, shape.next_n, int(arguments["most_keys"]))
+        wrong = histograms - self.before != counts_reference(out, limits.flatten(), unscored_up_to)
+        if bool(wrong.any()):
+            row, digit = wrong.nonzero()[0].tolist()
+            raise WrongResultError(
+                f"histograms[{row}, {digit}] = {int(histograms[row, digit])}; {int(wrong.sum())} differ"
+            )
+        return out
+
+
+@cache
+def counted_kernel(
+    body: str, arch: str = "sm_90a", heads: int = 16, dim: int = 128, scores: str = "fp32", keys: str = "fp8"
+) -> Kernel:
+    """The kernel of a body that counts scores."""
+    of_hopper = (("heads", heads),) if body == hopper.BODY else ()
+    axes = (("keys", keys), ("dim", dim), *of_hopper, ("score", scores), ("smem", arch_row(arch).smem_class))
+    plan = FAMILY.plan(Variant(FAMILY.name, COUNTED, body, arch, axes))
+    return Kernel(plan, ptx_of(plan))
 
 
 def scores_of(case: LogitsCase, indexer: EmulatedIndexer) -> torch.Tensor:

@@ -35,7 +35,7 @@ from dsagen.dependent import is_dependent
 from dsagen.errors import EmulatorError
 from dsagen.families.indexer_logits import hopper as logits_hopper
 from dsagen.families.indexer_logits.bodies import hopper_takes
-from dsagen.families.indexer_logits.forms import BLOCKS, FORMS
+from dsagen.families.indexer_logits.forms import BLOCKS, COUNTED, FORMS
 from dsagen.families.kv_cache.reference import convert_reference, read_reference, write_reference
 from dsagen.families.sparse_decode import family as decode_family
 from dsagen.families.sparse_decode import hopper
@@ -79,7 +79,8 @@ def variants() -> dict[str, Variant]:
     """Every kind of kernel of the shipped specs on the archs, by slug.
 
     Kernels of several KV heads are those of one behind other addresses, and nothing in them orders anything else.
-    Nor do scores of candidate blocks beside the logits.
+    Nor do scores of candidate blocks beside the logits. What counts scores is one text for every arch and both bodies,
+    which order it by the same barriers.
     Dependent forms are those by themselves behind a wait, which test_overlapping_steps.py takes away.
     """
     smallest: dict[tuple[object, ...], Variant] = {}
@@ -92,6 +93,8 @@ def variants() -> dict[str, Variant]:
             ]
         for variant in (cell.variant for cell in cells if cell.variant is not None and cell.kept):
             if "kvh" in dict(variant.axes) or is_dependent(variant) or variant.kernel == BLOCKS:
+                continue
+            if variant.kernel == COUNTED and variant.arch != ARCHS[0]:
                 continue
             kind = (variant.family, variant.kernel, variant.body, variant.arch)
             key = (*kind, *(axis for axis in variant.axes if axis[0] not in _SIZES))
@@ -107,7 +110,11 @@ def _shows_warpgroups(variant: Variant) -> bool:
     axes = dict(variant.axes)
     if variant.family == LogitsCase.op:
         # What becomes of codes orders nothing: one format of each kernel stands for all.
-        return axes["keys"] == "fp8" and hopper_takes("fp8", FORMS[variant.kernel], arch_row(variant.arch))
+        return (
+            variant.kernel != COUNTED
+            and axes["keys"] == "fp8"
+            and hopper_takes("fp8", FORMS[variant.kernel], arch_row(variant.arch))
+        )
     pair = (axes.get("kv"), axes.get("xkv"))
     return variant.body == decode_family.BODY and variant.arch == "sm_90a" and pair in _WARPGROUP_ROWS
 
@@ -300,7 +307,8 @@ def _run_logits(kernel: Kernel, attempt: Attempt) -> str:
         listed = indexer.candidates_spec(variant.arch, *axes[2:])
         subject_of_lists = indexer.EmulatedCandidates(listed, kernel, attempt.seed, attempt.schedule)
         return indexer.candidates_problem(_CANDIDATE_CASES[attempt.seed % 2], subject_of_lists)
-    subject = indexer.EmulatedIndexer(indexer.spec_of(*axes), kernel, attempt.seed, attempt.schedule)
+    kind = indexer.EmulatedCounts if variant.kernel == COUNTED else indexer.EmulatedIndexer
+    subject = kind(indexer.spec_of(*axes), kernel, attempt.seed, attempt.schedule)
     # Only the hopper body makes small tiles, and has two forms of copies.
     if variant.body != logits_hopper.BODY:
         return indexer.problem(_LOGITS_CASES[attempt.seed % 2], subject)
@@ -330,6 +338,7 @@ RUNNERS: dict[tuple[str, str], Runner] = {
     ("sparse_decode", "main"): _run_main,
     ("sparse_decode", "combine"): _run_combine,
     ("indexer_logits", "main"): _run_logits,
+    ("indexer_logits", COUNTED): _run_logits,
     ("indexer_logits", "ragged"): _run_logits,
     ("indexer_logits", "candidates"): _run_logits,
     ("kv_cache", "write"): _run_caches,

@@ -166,6 +166,7 @@ SUITES = (
     ),
     # The chain: one cache and two, keys with scales of blocks, V4.1's candidate blocks.
     Suite("step-sm_90a", "v32_decode_h16", "sm_90a", STEP_CORE),
+    Suite("step-counted", "v32_decode_histogram_h16", "sm_90a", r"step\.counted\.(one_long\.33000|next_n2)"),
     Suite("step-two_caches", "v41_h16", "sm_90a", r"step\.(page\.64\.kv5|splits|lengths\.empty)", changes=STEP_V41),
     Suite("step-v4", "v4_decode_h16", "sm_90a", r"step\.(lengths\.edges|page\.5\.kv64|layers)"),
     Suite("step-v41", "v41_decode_h16", "sm_90a", STEP_CANDIDATES),

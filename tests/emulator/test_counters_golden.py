@@ -25,15 +25,15 @@ from dsagen.check.kv_cases import Action, KvCase
 from dsagen.check.place import Case
 from dsagen.check.ragged_cases import RaggedCase
 from dsagen.check.ragged_cases import Windows as RaggedWindows
+from dsagen.check.recording import launching_op
 from dsagen.check.run import RUNS, run_case
 from dsagen.check.step_cases import StepCase
 from dsagen.check.topk_cases import Ids, Scores, TopkCase, Windows
-from dsagen.dependent import has_chain, is_dependent
+from dsagen.dependent import has_chain
 from dsagen.emulator import DEVICE
 from dsagen.emulator.counters import Counters
 from dsagen.families.kv_cache.op import converts
 from dsagen.matrix import expand
-from dsagen.plan import KernelPlan
 from dsagen.runtime.api import load
 from dsagen.runtime.emulated import EmulatedLaunch, EmulatorOptions
 from dsagen.spec import DeploymentSpec, load_spec, shipped_specs
@@ -62,9 +62,10 @@ CASES: tuple[Case, ...] = (
     *(IndexCacheCase(f"golden.{action}", action) for action in IndexAction),
     RaggedCase("golden", 21, 1000, windows=RaggedWindows.PROMPTS),
     CandidateCase("golden", LogitsCase("", 2, 2, 1000, 64), 120),
-    # Steps whose rows a block holds, and some that blocks share, of a few keys.
+    # Steps whose rows a block holds, and some that blocks share, of a few keys; of one token scores may be counted.
     StepCase("golden", 2, 2, 1000, 200, lengths=Lengths.WHOLE, num_splits=2),
     StepCase("golden.shared", 1, 5, 40_000, 32, lengths=Lengths.EDGES),
+    StepCase("golden.counted", 8, 1, 40_000, 32, lengths=Lengths.EDGES),
     *(KvCase(f"golden.{action}.{extra}", action, extra) for action in Action for extra in (False, True)),
 )
 
@@ -105,11 +106,6 @@ def reaches(spec: DeploymentSpec, case: Case) -> bool:
     return case.op in spec.ops and record is not None and (case.action is not Action.CONVERT or converts(record))
 
 
-def op_of(plan: KernelPlan) -> str:
-    """The op whose calls launch a kernel: of the forms that wait for the kernel before them, steps alone."""
-    return StepCase.op if is_dependent(plan.variant) else plan.variant.family
-
-
 @pytest.fixture(autouse=True)
 def no_choice_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels that a device's measured choices name beside the others are not what the emulator launches."""
@@ -126,7 +122,7 @@ def sections() -> dict[str, list[str]]:
             continue
         slugs = {plan.symbol: plan.slug for plan in matrix.plans()}
         for case in CASES:
-            of_op = {plan.slug for plan in matrix.plans() if case.op == op_of(plan)}
+            of_op = {plan.slug for plan in matrix.plans() if case.op == launching_op(plan)}
             if reaches(spec, case) and not of_op <= set(found):
                 for symbol, counters in measure(name, case).items():
                     found.setdefault(slugs[symbol], counters.lines())

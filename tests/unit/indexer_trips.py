@@ -278,6 +278,14 @@ INDEXER_TRIPS = {
         {"slots": 2**28 - 9},
         {},
     ),
+    "IL-33": (
+        {"next_n": 3, "counted": 2},
+        "[IL-33] histogram: 3 tokens of a request, and shared memory has room for counts of 2 beside the keys' ring: "
+        "leave it out, and top-k counts by itself",
+        "next_n <= counted",
+        {"next_n": 2},
+        {},
+    ),
     "IL-32": (
         {"block": 40, "blocks": 40},
         "[IL-32] candidate_blocks[3, 1] = 40: a row of block_table names 40 blocks of 8 keys, so entries are below 40, "

@@ -180,6 +180,47 @@ def test_a_step_is_verified_and_timed_with_its_stages(kernels, monkeypatch):
         step_run.measure_step(kernels, SMALL, inputs)
 
 
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_step_with_counted_scores_is_timed_beside_one_without(declared, monkeypatch):
+    """On stand-ins for a device, which tell which plans are timed."""
+    asked: list[dict[str, object]] = []
+
+    class Counted:
+        def __init__(self, spec):
+            self.spec, self.device = spec, torch.device("cpu")
+
+        def plan_decode_step(self, *sizes, **options):
+            asked.append({name: value for name, value in options.items() if name != "k"})
+            counted = declared and options.get("histogram") is not False
+            return SimpleNamespace(
+                selection=SimpleNamespace(counted=object() if counted else None), rebind=lambda: None
+            )
+
+        def decode_step_slugs(self, plan, candidates):
+            return ("counted",)
+
+    properties = SimpleNamespace(name="NVIDIA H200", major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    times = iter(range(10, 100, 10))
+    monkeypatch.setattr(step_run, "step_calls", lambda *_: [lambda: None] * 2)
+    monkeypatch.setattr(step_run, "stage_calls", lambda *_: ([], [], []))
+    monkeypatch.setattr(step_run, "result_of", lambda *_: None)
+    monkeypatch.setattr(step_run, "step_problem", lambda *_: "")
+    monkeypatch.setattr(step_run, "graph_time_us", lambda _: Timing(float(next(times)), 0.01, 2, 9))
+    monkeypatch.setattr(step_run, "eager_cost_us", lambda calls: (3.0, 4.0))
+    found = step_run.measure_step(Counted(SPEC), SMALL, [SimpleNamespace()] * 2)
+    plain = [{"histogram": False, "overlap": None}, {"histogram": False, "overlap": False}] if declared else []
+    assert asked == [{}, {}, {"overlap": False}, *plain]
+    assert (found.gpu_us, found.apart_us) == (10.0, 20.0)
+    assert found.uncounted_us == ((30.0, 40.0) if declared else None)
+    assert found.stage_us == ((50.0, 60.0, 70.0) if declared else (30.0, 40.0, 50.0))
+    document = found.to_json()
+    assert (document.get("uncounted_us"), document.get("uncounted_apart_us")) == (
+        (30.0, 40.0) if declared else (None, None)
+    )
+    assert len(found.cells()) == len(found.header) and ("30.0, 40.0" in found.cells()) == declared
+
+
 @pytest.mark.compile
 def test_a_step_over_two_caches_and_keys_of_blocks_is_verified(shared_store, shared_machine, monkeypatch):
     monkeypatch.setenv("DSAGEN_CACHE_DIR", str(shared_store))

@@ -10,10 +10,12 @@ import torch
 
 from dsagen.check.indexer_cases import Contents
 from dsagen.check.place import too_large
+from dsagen.check.recording import launching_op
 from dsagen.check.report import CheckReport
 from dsagen.check.run import KernelCache, cases_of, run_cases, run_check
 from dsagen.check.step_cases import EVERY_KIND, Selects, StepCase, step_cases
 from dsagen.check.step_run import StepRun
+from dsagen.dependent import is_dependent
 from dsagen.families.indexer_logits.reference import (
     block_scores_reference,
     candidates_reference,
@@ -23,6 +25,7 @@ from dsagen.families.indexer_logits.reference import (
 from dsagen.families.sparse_decode.reference import Source, sparse_decode_reference
 from dsagen.families.topk.reference import topk_reference, translate_reference
 from dsagen.index_format import index_format
+from dsagen.matrix import expand
 from dsagen.spec import load_spec
 
 CPU = torch.device("cpu")
@@ -294,14 +297,26 @@ def test_specs_with_the_whole_chain_have_its_cases():
     for op in OPS:
         others = spec.only(*(other for other in OPS if other != op))
         assert not any(case.op == StepCase.op for case in cases_of(others, "sm_90a", "quick"))
-    for chooses, name in ((False, "v32_decode_h16"), (True, "v41_decode_h16")):
-        shipped, full = load_spec(name), step_cases("full", with_candidates=chooses)
+    for name, chooses, counts in (
+        ("v32_decode_h16", False, False), ("v41_decode_h16", True, False), ("v32_decode_histogram_h16", False, True)
+    ):  # fmt: skip
+        more = {"with_candidates": chooses, "with_counts": counts}
+        shipped, full = load_spec(name), step_cases("full", **more)
         names = {case.name for case in full}
-        quick = {case.name for case in step_cases("quick", with_candidates=chooses)}
+        quick = {case.name for case in step_cases("quick", **more)}
         assert quick < names <= {case.name for case in cases_of(shipped, "sm_90a", "full")}
         assert any(name.startswith("step.candidates.") for name in quick) == chooses
+        assert any(name.startswith("step.counted.") for name in quick) == counts
         refused = {case.name for case in full if too_large(shipped, case)}
         assert refused and all(".large." in name for name in refused)
+
+
+def test_kernels_that_only_steps_launch_have_their_evidence_from_steps():
+    plans = expand(load_spec("v32_decode_histogram_h16")).plans()
+    of_steps = [plan.variant for plan in plans if launching_op(plan) == StepCase.op]
+    assert all(is_dependent(variant) or variant.kernel == "counted" for variant in of_steps)
+    assert {variant.kernel for variant in of_steps} == {"counted", "main", "count"}
+    assert {launching_op(plan) for plan in plans if plan.variant.kernel == "select"} == {"topk"}
 
 
 def test_a_case_of_the_chain_is_evidence_for_no_kernel():

@@ -44,7 +44,7 @@ def test_steps_have_dependent_forms_where_the_arch_has_such_launches(arch):
 
 def test_only_specs_with_all_stages_have_them():
     sm_90a = ARCHS["sm_90a"]
-    chains = {"v32_decode_h16", "v4_decode_h16", "v41_decode_h16"}
+    chains = {"v32_decode_h16", "v32_decode_histogram_h16", "v4_decode_h16", "v41_decode_h16"}
     assert {name for name in shipped_specs() if has_chain(load_spec(name), sm_90a)} == chains
     without_pages = CHAIN.replace(index={"heads": 64, "dim": 128, "keys": "fp8", "forms": ["ragged"]})
     for spec in (without_pages, CHAIN.only("topk"), CHAIN.only("topk", "sparse_decode")):

@@ -8,9 +8,11 @@ from dsagen.arch import Arch
 from dsagen.arch import arch as arch_row
 from dsagen.families.indexer_logits import hopper, hopper_ragged
 from dsagen.families.indexer_logits.bodies import PORTABLE, choose_body
-from dsagen.families.indexer_logits.forms import BLOCKS, FORMS, RAGGED, ROLES
+from dsagen.families.indexer_logits.forms import BLOCKS, COUNTED, FORMS, RAGGED, ROLES, parts_of
 from dsagen.families.indexer_logits.geometry import (
     CODES_CPP,
+    COUNT_BYTES,
+    COUNTED_TOKENS,
     MOST_HEADS,
     PLACES_CPP,
     REGISTERS,
@@ -28,6 +30,7 @@ from dsagen.families.indexer_logits.guards import (
     WARPGROUP_GUARDS,
 )
 from dsagen.families.indexer_logits.params import params_of
+from dsagen.families.topk.geometry import DIGIT_BITS
 from dsagen.family import Cell
 from dsagen.guard import Guard, check
 from dsagen.index_format import index_format
@@ -61,9 +64,12 @@ class IndexerLogits:
     )
 
     def expand(self, spec: DeploymentSpec, arch: Arch) -> tuple[Cell, ...]:
-        """A kernel for each form that the spec has keys in, for any number of tokens."""
+        """A kernel for each form that the spec has keys in, for any number of tokens; and one that counts scores."""
         assert spec.index is not None and spec.scores is not None, "a spec with the op has an index and a score dtype"
-        return tuple(_cell(spec.index, spec.scores, form, arch) for form in spec.index.forms)
+        roles = [ROLES[form] for form in spec.index.forms]
+        if spec.index.histogram:
+            roles.append(COUNTED)
+        return tuple(_cell(spec.index, spec.scores, role, arch) for role in roles)
 
     def plan(self, variant: Variant) -> KernelPlan:
         """The plan of a variant; GuardError names the limit that it breaks."""
@@ -75,8 +81,8 @@ class IndexerLogits:
 FAMILY = IndexerLogits()
 
 
-def _cell(index: IndexSpec, scores: str, form: str, arch: Arch) -> Cell:
-    body, why = choose_body(index, form, arch)
+def _cell(index: IndexSpec, scores: str, role: str, arch: Arch) -> Cell:
+    body, why = choose_body(index, FORMS[role], arch)
     # Columns of a product; to the portable body they are a loop.
     heads: tuple[tuple[str, str | int], ...] = () if body == PORTABLE else (("heads", index.heads),)
     axes: tuple[tuple[str, str | int], ...] = (
@@ -86,15 +92,16 @@ def _cell(index: IndexSpec, scores: str, form: str, arch: Arch) -> Cell:
         ("score", scores),  # the conversion and the width of a store
         ("smem", arch.smem_class),  # shared memory: stages of the ring, blocks on an SM
     )
-    return Cell(NAME, ROLES[form], arch.name, Variant(NAME, ROLES[form], body, arch.name, axes), why=why)
+    return Cell(NAME, role, arch.name, Variant(NAME, role, body, arch.name, axes), why=why)
 
 
 def plan_main(variant: Variant, geometry: Geometry | None = None) -> KernelPlan:
     """The portable kernel's plan; `geometry` overrides the preferred one (for tests and for measuring others)."""
     arch, record = arch_row(variant.arch), index_format(str(variant.axis("keys")))
-    g = geometry or preferred_geometry(variant.axis_int("dim"), arch, record)
+    counts = variant.kernel == COUNTED
+    g = geometry or preferred_geometry(variant.axis_int("dim"), arch, record, COUNTED_TOKENS if counts else 0)
     form = FORMS[variant.kernel]
-    (fields, smem_bytes), (params, params_bytes) = smem_fields(g), lay_out_params(params_of(record, form))
+    (fields, smem_bytes), (params, params_bytes) = smem_fields(g), lay_out_params(params_of(record, form, counts))
     values = {
         **block_values(arch, smem_bytes, g.threads, REGISTERS, g.per_sm),
         "blocks": g.blocks,
@@ -120,6 +127,7 @@ def plan_main(variant: Variant, geometry: Geometry | None = None) -> KernelPlan:
             ("kRowBytes", g.row_bytes),
             ("kQueryRows", g.query_rows),
             ("kQueryPitchBytes", g.query_pitch_bytes),
+            *((("kMostTokens", g.counted), ("kDigitBits", DIGIT_BITS)) if counts else ()),
         ),
         types=(
             TypeAlias("Codes", CODES_CPP[record.format_id], "indexer_logits/codes.cuh"),
@@ -141,6 +149,8 @@ def plan_main(variant: Variant, geometry: Geometry | None = None) -> KernelPlan:
             ("shape", f"{g.tile_keys} keys a warp and tile, {g.warps} warps, {g.per_sm} blocks on an SM"),
             ("ring", f"{g.stages} tiles of {g.tile_keys * record.record_bytes(g.dim)} B a warp"),
             ("image of q", f"{g.query_rows} rows of {g.query_pitch_bytes} B, a row a token and head"),
+            *((("counts", f"{COUNT_BYTES} B of each token, of {g.counted} at the most"),) if counts else ()),
             *resource_lines(arch, smem_bytes, REGISTERS, record, g.dim),
         ),
+        parts=parts_of(variant.kernel),
     )

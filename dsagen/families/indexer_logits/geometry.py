@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dsagen.arch import SMEM_RESERVED_PER_BLOCK_BYTES, Arch
+from dsagen.families.topk.geometry import DIGIT_BITS
 from dsagen.index_format import INDEX_FORMATS, IndexFormat
 from dsagen.plan import SmemField, lay_out_smem
 
@@ -32,6 +33,10 @@ WARPS = 4
 BLOCKS = 4
 # Rows of q that an image holds, one a token and head. Tokens whose rows do not fit together read the keys again.
 QUERY_ROWS = 128
+# Counts of a token's scores by the first digit of their keys, a word for each.
+COUNT_BYTES = 4 << DIGIT_BITS
+# Tokens that they are kept of: one has room beside the rings of two blocks.
+COUNTED_TOKENS = 1
 # Registers of a thread where an SM holds two blocks.
 REGISTERS = 255
 # Of the ring, where shared memory has room.
@@ -49,6 +54,7 @@ class Geometry:
     warps: int = WARPS
     blocks: int = BLOCKS
     query_rows: int = QUERY_ROWS
+    counted: int = 0  # tokens of a unit whose scores are counted
 
     @property
     def threads(self) -> int:
@@ -66,13 +72,17 @@ class Geometry:
         return 2 * self.dim + 16
 
 
-def preferred_geometry(dim: int, arch: Arch, record: IndexFormat = INDEX_FORMATS["fp8"]) -> Geometry:
+def preferred_geometry(dim: int, arch: Arch, record: IndexFormat = INDEX_FORMATS["fp8"], counted: int = 0) -> Geometry:
     """Two blocks on an SM where both fit, each with as deep a ring as leaves room for the other.
 
-    A block waits at the start of a unit, while the other one goes on.
+    A block waits at the start of a unit, while the other one goes on. Of `counted` tokens of a unit scores are counted.
     """
     row_bytes = record.code_bytes(dim)
-    choices = [Geometry(dim, row_bytes, stages, per_sm) for per_sm in (2, 1) for stages in range(MOST_STAGES, 0, -1)]
+    choices = [
+        Geometry(dim, row_bytes, stages, per_sm, counted=counted)
+        for per_sm in (2, 1)
+        for stages in range(MOST_STAGES, 0, -1)
+    ]
     return next((g for g in choices if _fits(g, arch)), choices[-1])
 
 
@@ -108,6 +118,9 @@ def resource_lines(
 def smem_fields(g: Geometry) -> tuple[tuple[SmemField, ...], int]:
     """The shared-memory struct and its size in bytes."""
     ring = (g.warps, g.stages)
+    counts = (
+        SmemField("counts", "u32", (g.counted, COUNT_BYTES // 4), "of each token's scores, by their first digit"),
+    )
     return lay_out_smem(
         (
             SmemField("keys", "u8", (*ring, g.tile_keys * g.row_bytes), "codes of each warp's tiles", align_bytes=128),
@@ -117,5 +130,6 @@ def smem_fields(g: Geometry) -> tuple[tuple[SmemField, ...], int]:
             SmemField("weights", "u32", (g.query_rows,), "of the same rows, fp32"),
             SmemField("warp_sums", "u32", (3, 32), "of a prefix sum over the block, three sets"),
             SmemField("found", "u32", (4,), "where the block's span begins: unit and tile"),
+            *(counts if g.counted else ()),
         )
     )

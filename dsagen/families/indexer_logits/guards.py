@@ -279,6 +279,14 @@ BLOCK_GUARD = Guard(
     "candidate_blocks[{row}, {slot}] = {block}: a row of block_table names {blocks} blocks of {block_size} keys, so "
     "entries are below {blocks}, or negative for none ({count} past it)",
 )
+# Of decode steps whose scores are counted for their top-k.
+COUNTED_GUARD = Guard(
+    "IL-33",
+    "launch",
+    "next_n <= counted",
+    "histogram: {next_n} tokens of a request, and shared memory has room for counts of {counted} beside the keys' "
+    "ring: leave it out, and top-k counts by itself",
+)
 LAUNCH_GUARDS: tuple[Guard, ...] = (
     TOKENS_GUARD,
     WIDTH_GUARD,
@@ -300,10 +308,13 @@ LAUNCH_GUARDS: tuple[Guard, ...] = (
     BLOCK_SIZE_GUARD,
     SLOTS_GUARD,
     BLOCK_GUARD,
+    COUNTED_GUARD,
 )
 # Those of them that only calls over keys in one piece are held to, and those that they share with the others.
 RAGGED_ONLY = frozenset(f"IL-{number}" for number in range(20, 29))
 SHARED_GUARDS = frozenset(("IL-13", "IL-16"))
+# Those that only steps with counted scores are held to.
+COUNTED_ONLY = frozenset(("IL-33",))
 # Those that only calls over candidate blocks are held to, and those of paged calls that these are not.
 CANDIDATES_ONLY = frozenset(("IL-30", "IL-31", "IL-32"))
 NOT_OF_CANDIDATES = frozenset(("IL-06", "IL-13"))

@@ -6,10 +6,18 @@ from dataclasses import dataclass, replace
 
 from dsagen.arch import SMEM_RESERVED_PER_BLOCK_BYTES, Arch
 from dsagen.arch import arch as arch_row
-from dsagen.families.indexer_logits.forms import BLOCKS, FORMS
-from dsagen.families.indexer_logits.geometry import CODES_CPP, MOST_NEXT_N, SCORE_CPP, block_values, resource_lines
+from dsagen.families.indexer_logits.forms import BLOCKS, COUNTED, FORMS, parts_of
+from dsagen.families.indexer_logits.geometry import (
+    CODES_CPP,
+    COUNT_BYTES,
+    MOST_NEXT_N,
+    SCORE_CPP,
+    block_values,
+    resource_lines,
+)
 from dsagen.families.indexer_logits.guards import HOPPER_PLAN_GUARDS
 from dsagen.families.indexer_logits.params import params_of
+from dsagen.families.topk.geometry import DIGIT_BITS
 from dsagen.guard import check
 from dsagen.index_format import INDEX_FORMATS, IndexFormat, index_format
 from dsagen.plan import KernelPlan, SmemField, TypeAlias, Variant, checked, lay_out_params, lay_out_smem, round_up
@@ -35,6 +43,8 @@ MOST_QUERY_ROWS = 256
 # block of a call with few keys asks for all of its own at once.
 _RING_BYTES = 16384
 _MOST_STAGES = 8
+# That memory is kept busy by: counts of more tokens than leave room for them are not worth fewer.
+_LEAST_STAGES = 2
 # A plan guard's names in the generated unit; names that are not here are printed as numbers.
 _C_NAMES = {
     "smem_bytes": "static_cast<int>(sizeof(SharedStorage))",
@@ -54,7 +64,8 @@ class HopperGeometry:
     """A block of `warps`, each with a ring of up to `stages` times 32 keys, and an image of `query_rows` rows of q.
 
     Both share `shared_bytes`: what a call's tokens leave is the rings'. A key has `row_bytes` of codes. A row of q has
-    `operand_bytes` a dim, and takes a row in each of the image's parts.
+    `operand_bytes` a dim, and takes a row in each of the image's parts. `count_bytes` behind the rows of each token
+    count its scores.
     """
 
     dim: int
@@ -64,6 +75,7 @@ class HopperGeometry:
     row_bytes: int
     operand_bytes: int
     shared_bytes: int
+    count_bytes: int = 0
     warps: int = WARPS
     per_sm: int = PER_SM
 
@@ -89,8 +101,8 @@ class HopperGeometry:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token in the image."""
-        return self.image_parts * self.rows * QUERY_PITCH_BYTES
+        """Bytes of a token in the image, counts of its scores included."""
+        return self.image_parts * self.rows * QUERY_PITCH_BYTES + self.count_bytes
 
     @property
     def stage_bytes(self) -> int:
@@ -133,6 +145,15 @@ def preferred_geometry(dim: int, heads: int, arch: Arch, record: IndexFormat = I
     return replace(g, shared_bytes=_room_bytes(g, arch))
 
 
+def counted_geometry(dim: int, heads: int, arch: Arch, record: IndexFormat) -> HopperGeometry:
+    """As `preferred_geometry`, with room for counts, of as many tokens as leave two stages of the ring."""
+    g = preferred_geometry(dim, heads, arch, record)
+    most = [replace(g, count_bytes=COUNT_BYTES, query_rows=n * g.rows) for n in range(g.most_tokens, 0, -1)]
+    sized = [replace(g, shared_bytes=_room_bytes(g, arch)) for g in most]
+    found = next((g for g in sized if g.stages_for(g.most_tokens) >= _LEAST_STAGES), sized[-1])
+    return replace(found, stages=found.stages_for(1))
+
+
 def _room_bytes(g: HopperGeometry, arch: Arch) -> int:
     """What a block has for q and codes beside all else."""
     most = arch.smem_per_sm_bytes // g.per_sm - SMEM_RESERVED_PER_BLOCK_BYTES
@@ -161,9 +182,11 @@ def smem_fields(g: HopperGeometry) -> tuple[tuple[SmemField, ...], int]:
 def plan_hopper(variant: Variant, geometry: HopperGeometry | None = None) -> KernelPlan:
     """The kernel's plan; `geometry` overrides the preferred one (for tests and for measuring others)."""
     arch, record = arch_row(variant.arch), index_format(str(variant.axis("keys")))
-    g = geometry or preferred_geometry(variant.axis_int("dim"), variant.axis_int("heads"), arch, record)
+    counts = variant.kernel == COUNTED
+    prefer = counted_geometry if counts else preferred_geometry
+    g = geometry or prefer(variant.axis_int("dim"), variant.axis_int("heads"), arch, record)
     fields, smem_bytes = smem_fields(g)
-    params, params_bytes = lay_out_params(params_of(record, FORMS[variant.kernel]))
+    params, params_bytes = lay_out_params(params_of(record, FORMS[variant.kernel], counts))
     values = {
         **block_values(arch, smem_bytes, g.threads, REGISTERS, g.per_sm),
         "dim": g.dim,
@@ -196,6 +219,7 @@ def plan_hopper(variant: Variant, geometry: HopperGeometry | None = None) -> Ker
             ("kTokenBytes", g.token_bytes),
             ("kOperandBytes", g.shared_bytes),
             ("kWeightWords", g.weight_words),
+            *((("kDigitBits", DIGIT_BITS),) if counts else ()),
         ),
         types=(
             _score_of(variant),
@@ -228,9 +252,14 @@ def plan_hopper(variant: Variant, geometry: HopperGeometry | None = None) -> Ker
                 f"up to {g.query_rows} rows of {g.image_parts * QUERY_PITCH_BYTES} B, a row a token and head",
             ),
             ("q and codes", f"{g.shared_bytes} B"),
+            *(
+                (("counts", f"{g.count_bytes} B behind q of each token, of {g.most_tokens} at the most"),)
+                if counts
+                else ()
+            ),
             *resource_lines(arch, smem_bytes, REGISTERS, record, g.dim),
         ),
-        parts=(("epilogue", variant.kernel == BLOCKS),),
+        parts=parts_of(variant.kernel),
     )
 
 

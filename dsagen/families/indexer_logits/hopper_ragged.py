@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from dsagen.arch import Arch
 from dsagen.arch import arch as arch_row
+from dsagen.families.indexer_logits.forms import parts_of
 from dsagen.families.indexer_logits.geometry import SCORE_CPP, block_values, resource_lines
 from dsagen.families.indexer_logits.guards import HOPPER_RAGGED_PLAN_GUARDS
 from dsagen.families.indexer_logits.hopper import QUERY_ALIGN_BYTES, QUERY_PITCH_BYTES
@@ -145,6 +146,7 @@ def plan_hopper_ragged(variant: Variant, geometry: HopperRaggedGeometry | None =
             ("image of q", f"{g.query_rows} rows of {QUERY_PITCH_BYTES} B, a row a token and head"),
             *resource_lines(arch, smem_bytes, REGISTERS, record, g.dim),
         ),
+        parts=parts_of(variant.kernel),
     )
 
 

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from dsagen.arch import Arch, DeviceFigures
-from dsagen.families.indexer_logits.forms import CANDIDATES, RAGGED
+from dsagen.families.indexer_logits.forms import CANDIDATES, COUNTED, RAGGED
 from dsagen.families.indexer_logits.guards import (
     CANDIDATES_ONLY,
+    COUNTED_ONLY,
     KEY_COUNT_GUARD,
     LAUNCH_GUARDS,
     NOT_OF_CANDIDATES,
@@ -82,6 +83,11 @@ def partition_of(plan: KernelPlan, shape: LogitsShape, sm_count: int) -> Partiti
     return Partition(unit_tokens, unit_count, tiles, max(1, min(most_tiles, sm_count * plan.min_blocks_per_sm)))
 
 
+def most_counted(plan: KernelPlan) -> int:
+    """Tokens of a request that have room for counts of their scores, of a plan of the role `COUNTED`."""
+    return plan.constant("kMostTokens")
+
+
 def tile_sizes(plan: KernelPlan) -> tuple[int, int]:
     """Keys of a tile, and of one of a call that has so few keys that the device makes smaller ones."""
     keys = plan.constant("kTileKeys")
@@ -141,7 +147,9 @@ def explain_call(plan: KernelPlan, shape: LogitsShape, sm_count: int, arch: Arch
     """
     listed = plan.variant.kernel == CANDIDATES
     keys = f"{shape.width} keys in candidate blocks" if listed else f"up to {shape.width} keys"
+    counts = plan.variant.kernel == COUNTED
     not_of_form = RAGGED_ONLY | (NOT_OF_CANDIDATES if listed else CANDIDATES_ONLY)
+    not_of_form |= frozenset() if counts else COUNTED_ONLY
     sizes = [guard for guard in SIZE_GUARDS if guard.guard_id not in not_of_form]
     lines = [
         f"shape: {shape.batch} requests of {shape.next_n} tokens, {shape.heads} heads, {keys}",
@@ -157,6 +165,8 @@ def explain_call(plan: KernelPlan, shape: LogitsShape, sm_count: int, arch: Arch
     lines.append(f"grid: {part.blocks} CTAs share up to {part.tiles} tiles of {tile_keys} keys{smaller}")
     wide = f"bulk, one a page of a warp's {WARP_KEYS} keys," if plan.variant.body == HOPPER else "16 B"
     lines.append(f"copies: {wide} where pages start at multiples of 16 B, else 4 B")
+    if counts:
+        lines.append(f"counts: scores of up to {most_counted(plan)} tokens of a request, by the first digit of top-k")
     seconds = floor_seconds(plan, shape, arch)
     if seconds is not None:
         lines.append(f"floor: {seconds * 1e6:.1f} us with every key in its window")

@@ -64,6 +64,12 @@ BLOCK_PARAMS = (
     ParamField("block_stride", "i64", "distance between rows of block_scores"),
     ParamField("block_counts", "pointer", "int32 [tokens], blocks that each token sees keys of", "i32"),
 )
+COUNTED_PARAMS = (
+    *PAGED_PARAMS,
+    ParamField(
+        "histograms", "pointer", "[tokens, bins] of a top-k: scores by the first digit of their keys", "u32", kept=True
+    ),
+)
 PAGED_SCALE_PARAMS: tuple[ParamField, ...] = (
     ParamField("q_scales", "pointer", "words of ue8m0 [batch, next_n, heads], last dim contiguous", "const u32"),
     ParamField("q_scale_stride_b", "i64", "distance between requests"),
@@ -106,7 +112,12 @@ _BY_FORM: Mapping[str, tuple[tuple[ParamField, ...], tuple[ParamField, ...]]] = 
 }
 
 
-def params_of(record: IndexFormat, form: str) -> tuple[ParamField, ...]:
-    """The block of a kernel for keys in that form, which has scales of q where keys have several."""
+def params_of(record: IndexFormat, form: str, counts: bool = False) -> tuple[ParamField, ...]:
+    """The block of a kernel for keys in that form, which has scales of q where keys have several.
+
+    `counts`: of keys in pages, whose scores are counted.
+    """
     params, scales = _BY_FORM[form]
+    if counts:
+        params = COUNTED_PARAMS
     return (*params, *(scales if record.is_block_scaled else ()))

@@ -66,6 +66,24 @@ def scaled_values(record: IndexFormat, codes: Tensor, words: Tensor) -> Tensor:
     return (values * scales).to(torch.bfloat16).double()
 
 
+def counts_reference(scores: Tensor, limits: Tensor, unscored_up_to: int) -> Tensor:
+    """int32 [tokens, 2048]: how many scores of a token, in columns below its limit, have each first digit of 11 bits.
+
+    The digit is that of a top-k's keys, unsigned numbers of 32 bits in the order of scores: NaN is lowest, then -inf,
+    and -0 equals +0. scores are [tokens, width] of any float dtype, limits [tokens]; tokens of no more keys than
+    `unscored_up_to` have none.
+    """
+    x = scores.float()
+    bits = torch.where(x == 0, 0.0, x).contiguous().view(torch.int32).long()
+    # Of negative numbers the larger has the smaller bits, sign aside. NaN has the digit below all that numbers have.
+    ordered = torch.where(bits < 0, -1 - (bits & 0x7FFFFFFF), bits) + (1 << 31)
+    digits = torch.where(x.isnan(), 0, (ordered >> 21) + 1)
+    scored = torch.where(limits <= unscored_up_to, 0, limits)
+    seen = torch.arange(scores.shape[1], device=scores.device) < scored[:, None]
+    counts = torch.zeros(scores.shape[0], 2048, dtype=torch.int32, device=scores.device)
+    return counts.scatter_add_(1, digits, seen.int())
+
+
 def _decoded(element: ElementType, codes: Tensor) -> Tensor:
     """fp64 values of the codes in bytes [..., n], of two in a byte the low one first."""
     table = torch.tensor([element.decode(code) for code in range(1 << element.bits)], dtype=torch.float64)
