@@ -263,6 +263,8 @@ class Kernels(CacheOps, IndexCacheOps, StepOps):
         splits. Of "decode_step", with a `width` as of indexer_logits, all stages are explained; `topk` is what it
         selects, or with a second cache the width of the window, and `extra_topk` what it selects.
         """
+        if not isinstance(op, str) or op not in _EXPLAINED:
+            raise GuardError(f"[T-11] op: {op!r:.200} is no op: expected one of {', '.join(_EXPLAINED)}")
         if op != STEP:
             self._require_op(op)
         given = {"topk": topk, "extra_topk": extra_topk, "num_splits": num_splits, "width": width}
@@ -354,7 +356,7 @@ class Kernels(CacheOps, IndexCacheOps, StepOps):
         if isinstance(device, int):
             return None if isinstance(device, bool) else device
         try:
-            named = torch.device("cpu" if device == EMULATOR else device)
+            named = torch.device("cpu" if isinstance(device, str) and device == EMULATOR else device)
         except (RuntimeError, TypeError):
             return None
         if named.type == "cuda" and named.index is None:

@@ -131,7 +131,7 @@ def require_chosen(level: CandidateLevel) -> None:
 
 def require_level(level: CandidateLevel | None, candidates: object) -> CandidateLevel:
     """The plan's level; GuardError where it has none, or for what a layer cannot do with it."""
-    if candidates not in (CHOOSE, USE):
+    if not isinstance(candidates, str) or candidates not in (CHOOSE, USE):
         raise GuardError(
             f"[T-22] candidates: expected {CHOOSE!r} or {USE!r}, or None for all keys, found {candidates!r}"
         )

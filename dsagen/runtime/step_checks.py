@@ -8,7 +8,7 @@ import torch
 
 from dsagen.errors import GuardError
 from dsagen.runtime.step_plan import DecodeStepPlan
-from dsagen.runtime.tensors import TensorRule, require, require_plain
+from dsagen.runtime.tensors import TensorRule, require, require_memory, require_plain
 
 # Shapes of calls that a plan remembers; a serving process has a handful.
 _MAX_SHAPES = 64
@@ -67,7 +67,7 @@ def page_size_of(plan: DecodeStepPlan, given: StepIndex, q: torch.Tensor, select
             q.shape, selected.shape, index_q.shape, index_cache.shape, lens.shape, lens.stride(), table.shape,  # type: ignore[union-attr]
             None if kv_block_table is None else kv_block_table.shape,
         )  # fmt: skip
-    except AttributeError:
+    except (AttributeError, RuntimeError):  # what is no tensor, and a nested one
         return _require_caches(plan, given, q, selected)
     found = plan.page_sizes.get(shapes)
     if found is None:
@@ -83,8 +83,12 @@ def _require_caches(plan: DecodeStepPlan, given: StepIndex, q: torch.Tensor, sel
     name = "k_cache" if plan.attention.extra_topk == 0 else "extra_k_cache"
     tensors = {"q": q, name: selected, "index_q": index_q, "index_cache": index_cache}
     tensors |= {"context_lens": context_lens, "block_table": block_table}
+    if kv_block_table is not None:
+        tensors["kv_block_table"] = kv_block_table
     for tensor_name, tensor in tensors.items():
         require_plain(tensor_name, tensor)
+        assert tensor is not None
+        require_memory(tensor_name, tensor)
     assert selected is not None and index_cache is not None and block_table is not None and index_q is not None
     if context_lens is not None and not context_lens.is_contiguous():
         raise GuardError(
@@ -99,6 +103,9 @@ def _require_caches(plan: DecodeStepPlan, given: StepIndex, q: torch.Tensor, sel
                 f"[T-09] plan: made for batch {shape.batch}, next_n {shape.next_n}, {tensor_name} has {found}: make a "
                 "plan for them with plan_decode_step"
             )
+    if kv_block_table is not None:
+        # Top-k, which is told the row of each token, takes tables of any number.
+        require(TensorRule("kv_block_table", ("int32",), "[batch, pages]", (shape.batch, None)), kv_block_table)
     if index_cache.dim() != 4 or selected.dim() != 4 or block_table.dim() != 2:
         # A stage says which, and what is wrong with it; top-k, whose page size it is, comes behind the indexer.
         return int(selected.shape[1]) if selected.dim() > 1 else 1

@@ -139,7 +139,7 @@ DETERMINISM = ("off", "set", "order")
 
 def require_determinism(value: object) -> bool:
     """Whether slots must follow the indices; GuardError for no mode of `DETERMINISM`."""
-    if value not in DETERMINISM:
+    if not isinstance(value, str) or value not in DETERMINISM:
         raise GuardError(f"[T-12] determinism: expected one of {', '.join(DETERMINISM)}, found {value!r}")
     return value == "order"
 

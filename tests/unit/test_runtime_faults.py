@@ -239,6 +239,20 @@ def test_a_scale_beyond_fp32(kernels, scale, found):
     assert str(caught.value).startswith(f"[T-12] softmax_scale: {found} is no finite fp32 number")
 
 
+@pytest.mark.parametrize("op", ["decode", "", None, 3, ["topk"], torch.zeros(3)])
+def test_explain_of_what_is_no_op(kernels, op):
+    with pytest.raises(GuardError) as caught:
+        kernels.explain(op, batch=1)
+    known = "sparse_decode, topk, indexer_logits, kv_cache, index_cache, decode_step"
+    assert str(caught.value) == f"[T-11] op: {op!r} is no op: expected one of {known}"
+
+
+@pytest.mark.parametrize("device", [torch.zeros(3), [0], True, "cuda:x", 7])
+def test_a_device_that_there_is_not(kernels, device):
+    with pytest.raises(DeviceError, match=r"^device .*: expected one of the 1 CUDA device"):
+        kernels.plan_sparse_decode(B, S, TOPK, device=device)
+
+
 def test_a_size_too_long_to_print(kernels):
     with pytest.raises(GuardError) as caught:
         kernels.plan_sparse_decode(10**5000, S, TOPK)

@@ -24,6 +24,9 @@ TWO_CACHES = {
 }  # fmt: skip
 
 
+NESTED = torch.nested.nested_tensor([torch.zeros(NEXT_N, 16)] * BATCH)
+
+
 def make(spec=ONE_CACHE, driver=FakeDriver, **changes):
     fake = driver()
     # As many registers as each kernel's plan reckons with.
@@ -260,6 +263,22 @@ REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
     ({"kv_block_table": ints(BATCH, 6)}, "[T-22] kv_block_table: rows of 6 pages of 16 tokens name fewer"),
     ({"kv_block_table": ints(BATCH, 7).long()}, "[T-04] kv_block_table: dtype int64"),
     ({"kv_block_table": ints(BATCH * 7)}, "[T-05] kv_block_table: 1 dims"),
+    *(
+        (
+            {"kv_block_table": ints(rows, 7)},
+            f"[T-06] kv_block_table: shape ({rows}, 7), expected [batch, pages] = (3, *)",
+        )
+        for rows in (0, 1, 2, 4, BATCH * NEXT_N)
+    ),
+    ({"kv_block_table": 3}, "[T-01] kv_block_table: expected a torch.Tensor, found int"),
+    *(
+        ({name: NESTED}, f"[T-14] {name}: is a nested tensor: pass a plain strided tensor")
+        for name in ("q", "k_cache", "index_q", "index_cache", "context_lens", "block_table", "kv_block_table")
+    ),
+    (
+        {"candidates": torch.zeros(3)},
+        "[T-22] candidates: expected 'choose' or 'use', or None for all keys, found tensor",
+    ),
     ({"indices": ints(BATCH, NEXT_N, K)}, "[T-17] indices: the spec declares no extra_kv, and decode_step selects"),
     ({"topk_length": ints(BATCH)}, "[T-17] topk_length: the spec declares no extra_kv"),
     ({"extra_k_cache": bytes_of(PAGES, PAGE, 1, 288)}, "[T-17] extra_k_cache: the spec declares no extra_kv"),
@@ -295,6 +314,7 @@ def test_what_does_not_fit_is_named(changes, message):
         ((BATCH, NEXT_N, WIDTH), {"window": 3}, r"\[T-22\] window: the spec declares no extra_kv"),
         ((BATCH, NEXT_N, WIDTH), {"num_splits": 0}, r"\[SD-"),
         ((BATCH, NEXT_N, WIDTH), {"determinism": "some"}, r"\[T-12\] determinism"),
+        ((BATCH, NEXT_N, WIDTH), {"determinism": torch.zeros(3)}, r"\[T-12\] determinism: expected one of off, set"),
         ((BATCH, NEXT_N, WIDTH), {"workspace": bytes_of(100)}, r"\[T-22\] workspace: 100 B at "),
         ((BATCH, NEXT_N, WIDTH), {"workspace": ints(1 << 16)}, r"\[T-04\] workspace: dtype int32"),
     ],
