@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dsagen.compat.decode import refuse
 from dsagen.compat.deployments import OpDeployments
-from dsagen.compat.selection import require_tensor
+from dsagen.compat.selection import require_readable, require_tensor
 from dsagen.errors import GuardError
 from dsagen.guard import rename
 from dsagen.runtime.api import Kernels
@@ -109,6 +109,16 @@ def run_indexer(
         raise rename(error, {**_INDEXER_NAMES, "lengths": "seq_lens", "page_table": "block_table"}) from None
 
 
+def _number(function: str, name: str, value: Tensor) -> float:
+    """The one number that a tensor holds; GuardError for more or fewer, and for what holds none."""
+    require_tensor(function, name, value)
+    if value.numel() != 1 or value.is_complex():
+        found = f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+        refuse(name, f"{found}: expected a float, or a tensor of one real number", function)
+    require_readable(function, name, value, value.device)
+    return float(value)
+
+
 def run_attention(
     q_nope: Tensor,
     q_pe: Tensor,
@@ -133,11 +143,13 @@ def run_attention(
         want = (q_nope.shape[0], HEADS, dims)
         if tuple(tensor.shape) != want or tensor.dtype is not torch.bfloat16:
             refuse(name, f"{tensor.dtype} {tuple(tensor.shape)}, expected torch.bfloat16 {tuple(want)}", function)
+        # The op sees what they are joined to.
+        require_readable(function, name, tensor, q_nope.device)
     for name, given, dims in (("output", output, 3), ("lse", lse, 2)):
         if given is not None:
             require_tensor(function, name, given, dims)
     kernels = ATTENTION.kernels_for(None, q_nope.device, "q_nope")
-    scale = float(sm_scale) if isinstance(sm_scale, Tensor) else sm_scale
+    scale = _number(function, "sm_scale", sm_scale) if isinstance(sm_scale, Tensor) else sm_scale
     try:
         out, found = kernels.sparse_decode(
             torch.cat((q_nope, q_pe), 2)[:, None], ckv_cache[:, :, None], sparse_indices[:, None],

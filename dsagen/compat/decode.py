@@ -12,7 +12,7 @@ from torch import Tensor
 from dsagen.compat.deployments import Deployments, Need
 from dsagen.compat.metadata import CallShape, FlashMLASchedMeta, KnownCall
 from dsagen.errors import GuardError, SpecError
-from dsagen.guard import require_bool
+from dsagen.guard import require_bool, require_int
 from dsagen.runtime.api import Kernels
 from dsagen.runtime.sparse_decode import DecodeTensors
 
@@ -107,7 +107,7 @@ def _like(
         if extra_k_cache is None and extra_indices is None:
             return *first, None, None, scalars
         return *first, extra_k_cache.shape, extra_indices.shape, scalars  # type: ignore[union-attr]
-    except AttributeError:
+    except (AttributeError, RuntimeError):  # what is no tensor, and a nested one
         return None
 
 
@@ -133,7 +133,8 @@ def decode(call: DecodeCall, generation: Generation, scalars: tuple[object, ...]
     # Before the kernels are looked up: whoever gives others meanwhile makes it another one.
     version = DEPLOYMENTS.version
     kernels = _kernels(call, indices, shape, generation)
-    scale = call.q.shape[3] ** -0.5 if call.softmax_scale is None else call.softmax_scale
+    # The op refuses a q without dims.
+    scale = (call.q.shape[3] or 1) ** -0.5 if call.softmax_scale is None else call.softmax_scale
     result = _run(call, indices, kernels, scale)
     meta.fill(shape)
     repeat = kernels.decode_repeater
@@ -155,7 +156,7 @@ def _require_sparse(call: DecodeCall) -> Tensor:
         refuse("causal", "True means nothing beside indices: they say what a token sees; pass False")
     if not require_bool("is_fp8_kvcache", call.is_fp8_kvcache):
         refuse("is_fp8_kvcache", "False: sparse decode of flash_mla reads FP8 caches; for bf16 use dsagen.load")
-    if call.head_dim_v != HEAD_DIM_V:
+    if require_int("head_dim_v", call.head_dim_v) != HEAD_DIM_V:
         refuse("head_dim_v", f"{call.head_dim_v!r}: rows have {HEAD_DIM_V} dims of value: pass {HEAD_DIM_V}")
     return call.indices
 
@@ -173,9 +174,17 @@ def _require_metadata(call: DecodeCall) -> FlashMLASchedMeta:
     return meta
 
 
+def require_strided(function: str, name: str, tensor: Tensor) -> None:
+    """GuardError for a tensor that has no shape or strides to ask for."""
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        refuse(name, f"a tensor of layout {layout}: pass a plain strided one", function)
+
+
 def _require_dims(name: str, tensor: object, dims: int) -> None:
     if not isinstance(tensor, Tensor):
         refuse(name, f"expected a torch.Tensor, found {type(tensor).__name__}")
+    require_strided(FUNCTION, name, tensor)
     if tensor.dim() != dims:
         refuse(name, f"{tensor.dim()} dims {tuple(tensor.shape)}, expected {dims}")
 
@@ -230,8 +239,8 @@ def _run(call: DecodeCall, indices: Tensor, kernels: Kernels, scale: float) -> t
 def _format_of(name: str, cache: Tensor, d_qk: int, kv_format: str | None, generation: Generation) -> str:
     size = cache.shape[3] * cache.element_size()
     if kv_format is not None:
-        if kv_format not in generation.by_name:
-            refuse("kv_format", f"{kv_format!r}: expected one of {', '.join(generation.by_name)}")
+        if not isinstance(kv_format, str) or kv_format not in generation.by_name:
+            refuse("kv_format", f"{kv_format!r:.200}: expected one of {', '.join(generation.by_name)}")
         return generation.by_name[kv_format]
     if (d_qk, size) not in generation.by_size:
         known = ", ".join(f"{d}-dim q with {b} B" for d, b in generation.by_size)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dsagen.compat.decode import refuse
 from dsagen.compat.selection import SELECTIONS, require_tensor, select
-from dsagen.guard import require_bool
+from dsagen.guard import require_bool, require_int
 
 __all__ = ["top_k_page_table_transform", "top_k_ragged_transform", "use"]
 
@@ -54,7 +54,8 @@ def top_k_page_table_transform(
     require_tensor(function, "src_page_table", src_page_table, 2)
     require_tensor(function, "lengths", lengths, 1, input.shape[0])
     require_bool("dsa_graph_safe", dsa_graph_safe)
-    if not isinstance(page_size, int) or page_size < 1 or page_size & (page_size - 1) or page_size > _MOST_PAGE_SIZE:
+    size = require_int("page_size", page_size)
+    if size < 1 or size & (size - 1) or size > _MOST_PAGE_SIZE:
         refuse("page_size", f"{page_size!r}: expected a power of two up to {_MOST_PAGE_SIZE}", function)
     table_starts = page_table_row_starts
     if row_starts is not None and table_starts is None:
@@ -101,6 +102,6 @@ def top_k_ragged_transform(
 
 def _mode(function: str, deterministic: bool, tie_break: int) -> str:
     """The op's determinism."""
-    if tie_break not in (0, 1):
+    if require_int("tie_break", tie_break) not in (0, 1):
         refuse("tie_break", f"{tie_break!r}: among equals the lower index wins: pass 0 or 1", function)
     return "order" if require_bool("deterministic", deterministic) else "set"

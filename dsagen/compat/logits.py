@@ -9,9 +9,10 @@ from torch import Tensor
 
 from dsagen.compat.decode import refuse
 from dsagen.compat.deployments import Indexers, LogitsNeed
-from dsagen.compat.selection import require_tensor
+from dsagen.compat.selection import require_int32, require_tensor
 from dsagen.errors import DeviceError, GuardError, SpecError
-from dsagen.guard import rename, require_bool, require_int
+from dsagen.families.indexer_logits.guards import WIDTH_GUARD
+from dsagen.guard import check, rename, require_bool, require_int
 from dsagen.index_format import index_format
 from dsagen.runtime.api import Kernels
 from dsagen.runtime.device_memory import new_output
@@ -21,6 +22,8 @@ INDEXERS = Indexers()
 _SCORES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 # Rows of logits begin at multiples of this many columns, and of this many bytes.
 _ROW_COLUMNS, _ROW_BYTES = 256, 1024
+# Multiprocessors, keys, heads and page sizes of a call of metadata are int32 there.
+_MOST_INT = (1 << 31) - 1
 _NAMES = {"k_cache": "kv_cache", "max_seq_len": "max_context_len", "q_scales": "q"}
 _RAGGED_NAMES = {"keys": "kv", "key_scales": "kv", "starts": "cu_seq_len_k_start", "ends": "cu_seq_len_k_end"}
 _RAGGED_NAMES |= {"max_window": "max_seqlen_k", "q_scales": "q"}
@@ -131,9 +134,9 @@ def ragged_metadata(starts: Tensor, ends: Tensor, num_kv_tokens: int, num_heads:
     function = "get_mqa_logits_metadata"
     require_tensor(function, "cu_seq_len_k_start", starts, 1)
     require_tensor(function, "cu_seq_len_k_end", ends, 1, int(starts.shape[0]))
-    for name, value in (("num_kv_tokens", num_kv_tokens), ("num_heads", num_heads)):
-        if require_int(name, value) < 1:
-            refuse(name, f"{value}: expected 1 at least", function)
+    for name, tensor in (("cu_seq_len_k_start", starts), ("cu_seq_len_k_end", ends)):
+        require_int32(function, name, tensor)
+    _require_counts(function, num_kv_tokens=num_kv_tokens, num_heads=num_heads)
     return starts.new_zeros((num_sms() + 1, 2), dtype=torch.int32)
 
 
@@ -146,10 +149,14 @@ def paged_metadata(context_lens: Tensor, block_kv: int, num_sms: int, indices: T
                function)  # fmt: skip
     if indices is not None:
         refuse("indices", "rows that share a request are not built: pass next_n tokens of each request", function)
-    for name, value in (("block_kv", block_kv), ("num_sms", num_sms)):
-        if require_int(name, value) < 1:
-            refuse(name, f"{value}: expected 1 at least", function)
+    _require_counts(function, block_kv=block_kv, num_sms=num_sms)
     return context_lens.new_zeros((num_sms + 1, 2))
+
+
+def _require_counts(function: str, **counts: int) -> None:
+    for name, value in counts.items():
+        if not 1 <= require_int(name, value) <= _MOST_INT:
+            refuse(name, f"{value}: expected 1..{_MOST_INT}", function)
 
 
 def query_of(function: str, q: object) -> Query:
@@ -185,13 +192,18 @@ def _columns(name: str, value: object, function: str) -> int:
     found = require_int(name, value)
     if found < 0:
         refuse(name, f"{found}: expected the length of the longest row", function)
+    try:
+        # Before rows of so many are allocated.
+        check([WIDTH_GUARD], {"width": found})
+    except GuardError as error:
+        raise rename(error, {"max_seq_len": name}) from None
     return found
 
 
 def _need(function: str, q: Query, logits_dtype: torch.dtype, form: str) -> LogitsNeed:
     """Heads, dims and format by the codes of q: without scales fp8, with scales of blocks mxfp8, and of bytes mxfp4."""
-    if logits_dtype not in _SCORES:
-        refuse("logits_dtype", f"{logits_dtype}: expected torch.float32 or torch.bfloat16", function)
+    if not isinstance(logits_dtype, torch.dtype) or logits_dtype not in _SCORES:
+        refuse("logits_dtype", f"{logits_dtype!r:.200}: expected torch.float32 or torch.bfloat16", function)
     heads, dim = int(q.codes.shape[-2]), int(q.codes.shape[-1])
     keys = "fp8"
     if q.scales is not None:

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsagen.compat.decode import refuse
+from dsagen.compat.decode import refuse, require_strided
 from dsagen.compat.deployments import SelectionNeed, Selections
 from dsagen.errors import GuardError
 from dsagen.guard import rename
+from dsagen.runtime.tensors import require_memory, require_plain
 
 # One for the process: an engine may import both libraries.
 SELECTIONS = Selections()
@@ -37,10 +38,27 @@ def select(function: str, scores: Tensor, k: int, names: Mapping[str, str], **op
         raise rename(error, names) from None
 
 
+def require_readable(function: str, name: str, tensor: Tensor, device: torch.device) -> None:
+    """GuardError for what torch is to compute with before an op sees it: without values, or with values elsewhere."""
+    if not torch.compiler.is_compiling():
+        require_plain(name, tensor)
+        require_memory(name, tensor)
+    if tensor.device != device:
+        refuse(name, f"on {tensor.device}, others are on {device}: move it with {name}.to({str(device)!r})", function)
+
+
+def require_int32(function: str, name: str, tensor: Tensor) -> None:
+    """GuardError for a tensor of another dtype."""
+    if tensor.dtype is not torch.int32:
+        found = str(tensor.dtype).removeprefix("torch.")
+        refuse(name, f"dtype {found}, expected int32: pass {name}.int()", function)
+
+
 def require_tensor(function: str, name: str, tensor: object, dims: int | None = None, rows: int | None = None) -> None:
-    """GuardError for what is no tensor, or not of so many dims, or not of so many rows."""
+    """GuardError for what is no strided tensor, or not of so many dims, or not of so many rows."""
     if not isinstance(tensor, Tensor):
         refuse(name, f"expected a torch.Tensor, found {type(tensor).__name__}", function)
+    require_strided(function, name, tensor)
     if dims is not None and tensor.dim() != dims:
         refuse(name, f"{tensor.dim()} dims {tuple(tensor.shape)}, expected {dims}", function)
     if rows is not None and tensor.shape[0] != rows:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dsagen.compat.decode import refuse
-from dsagen.compat.selection import SELECTIONS, require_tensor, select
+from dsagen.compat.selection import SELECTIONS, require_int32, require_readable, require_tensor, select
 from dsagen.guard import require_bool
 
 __all__ = [
@@ -57,7 +57,12 @@ def fast_topk_transform_fused(
     _require_rows(function, score, lengths, row_starts)
     require_tensor(function, "page_table_size_1", page_table_size_1, 2)
     require_tensor(function, "cu_seqlens_q", cu_seqlens_q, 1)
+    require_int32(function, "cu_seqlens_q", cu_seqlens_q)
+    require_readable(function, "cu_seqlens_q", cu_seqlens_q, score.device)
     rows, requests = score.shape[0], cu_seqlens_q.shape[0] - 1
+    if requests < min(rows, 1):
+        text = f"shape {tuple(cu_seqlens_q.shape)}: expected [requests + 1], a request at least for {rows} rows"
+        refuse("cu_seqlens_q", text, function)
     if requests > rows:
         refuse("cu_seqlens_q", f"{requests} requests of {rows} rows: each has one row at least", function)
     require_tensor(function, "page_table_size_1", page_table_size_1, rows=requests)

@@ -78,6 +78,26 @@ def test_an_empty_row_has_the_definitions_values(emulated: None) -> None:
     assert bool((run_indexer(*lens)[0] == -1).all()) and contest.indexer_problem(lens, run_indexer(*lens)) == ""
 
 
+@pytest.mark.compile
+@pytest.mark.parametrize(
+    ("at", "wrong", "message"),
+    [
+        (5, torch.zeros(2), r"\[T-20\] run_attention: sm_scale: float32 \(2,\): expected a float, or a tensor of one"),
+        (5, torch.zeros(0), r"\[T-20\] run_attention: sm_scale: float32 \(0,\): expected a float"),
+        (5, torch.zeros(1, device="meta"), r"\[T-14\] sm_scale: has no memory"),
+        (1, "meta", r"\[T-14\] q_pe: has no memory"),
+        (1, "grad", r"\[T-02\] q_pe: requires grad"),
+    ],
+)
+def test_inputs_that_hold_nothing_are_named(emulated: None, at: int, wrong: torch.Tensor | str, message: str) -> None:
+    inputs = list(contest.attention_inputs(contest.AttentionWorkload((5,)), PAGES, CPU))
+    if isinstance(wrong, str):
+        wrong = inputs[at].requires_grad_() if wrong == "grad" else inputs[at].to("meta")
+    inputs[at] = wrong
+    with pytest.raises(GuardError, match=rf"^{message}"):
+        run_attention(*inputs)
+
+
 # ---- the rules can fail
 
 

@@ -20,6 +20,9 @@ SPEC = {"model": "v32", "heads": 8, "archs": ["sm_90a"], "ops": ["topk", "indexe
 F32 = torch.float32
 
 
+NESTED = torch.nested.nested_tensor([torch.zeros(WIDTH)] * ROWS)
+
+
 def make(**changes):
     driver = FakeDriver(attributes_of=replace(GOOD, registers=60))
     spec = load_spec({**SPEC, "index": {"heads": H, "dim": D, "forms": ["paged", "ragged"]}, **changes})
@@ -174,6 +177,37 @@ SCORE, LENGTHS, TABLE = torch.zeros(ROWS, WIDTH), ints(ROWS), ints(ROWS, WIDTH)
             {},
             ": cu_seqlens_q: 8 requests of 6 rows",
         ),
+        # int8 would count 127 rows, and fp32 has no ids.
+        *(
+            (
+                "fast_topk_transform_fused",
+                (SCORE, LENGTHS, TABLE[:2], ints(3).to(dtype), 9),
+                {},
+                f": cu_seqlens_q: dtype {str(dtype).removeprefix('torch.')}, expected int32: pass cu_seqlens_q.int()",
+            )
+            for dtype in (torch.int8, torch.int64, torch.float32, torch.bool)
+        ),
+        (
+            "fast_topk_transform_fused",
+            (SCORE, LENGTHS, TABLE[:0], ints(1), 9),
+            {},
+            ": cu_seqlens_q: shape (1,): expected [requests + 1], a request at least for 6 rows",
+        ),
+        (
+            "fast_topk_transform_fused",
+            (SCORE, LENGTHS, TABLE[:0], ints(0), 9),
+            {},
+            ": cu_seqlens_q: shape (0,): expected [requests + 1], a request at least for 6 rows",
+        ),
+        (
+            "fast_topk_transform_fused",
+            (SCORE, LENGTHS, TABLE[:2], ints(3).to("meta"), 9),
+            {},
+            "[T-14] cu_seqlens_q: has no memory",
+        ),
+        ("fast_topk_v2", (NESTED, LENGTHS, 9), {}, ": score: a tensor of layout nested: pass a plain strided one"),
+        ("fast_topk_v2", (SCORE.to_sparse(), LENGTHS, 9), {}, ": score: a tensor of layout sparse_coo"),
+        ("fast_topk_v2", (SCORE, NESTED, 9), {}, ": lengths: a tensor of layout nested"),
         (
             "fast_topk_transform_fused",
             (SCORE, LENGTHS, TABLE, ints(5), 9),
@@ -197,7 +231,10 @@ SCORE, LENGTHS, TABLE = torch.zeros(ROWS, WIDTH), ints(ROWS), ints(ROWS, WIDTH)
         ("deepseek_v4_topk_transform_512", (SCORE, LENGTHS, TABLE, ints(2, 9), 64), {}, "[T-06] page_indices: shape"),
         ("deepseek_v4_topk_transform_512", (SCORE, LENGTHS, TABLE, ints(ROWS, 9), 0), {}, "[TK-07] page_size: 0"),
         ("top_k_page_table_transform", (SCORE, TABLE, LENGTHS, 9), {"page_size": 3}, ": page_size: 3"),
+        ("top_k_page_table_transform", (SCORE, TABLE, LENGTHS, 9), {"page_size": True}, "[T-12] page_size: expected"),
         ("top_k_page_table_transform", (SCORE, TABLE, LENGTHS, 9), {"tie_break": 2}, ": tie_break: 2"),
+        ("top_k_ragged_transform", (SCORE, LENGTHS, LENGTHS, 9), {"tie_break": torch.zeros(3)}, "[T-12] tie_break: "),
+        ("top_k_ragged_transform", (SCORE, LENGTHS, LENGTHS, 9), {"tie_break": True}, "[T-12] tie_break: expected"),
         (
             "top_k_page_table_transform",
             (SCORE, TABLE, LENGTHS, 9),
@@ -282,7 +319,12 @@ def test_metadata_has_its_shape_and_holds_nothing():
         ({"block_table": None}, ": block_table: expected a torch.Tensor"),
         ({"schedule_meta": None}, ": schedule_meta: expected a torch.Tensor"),
         ({"schedule_meta": ints(133, 3)}, ": schedule_meta: torch.int32 (133, 3)"),
+        ({"q": NESTED}, ": q: a tensor of layout nested"),
         ({"max_context_len": -1}, ": max_context_len: -1"),
+        *(
+            ({"max_context_len": most}, f"[IL-06] max_context_len: {most} is outside 0..2147483583")
+            for most in (2147483584, 1 << 63, 10**30)
+        ),
         ({"max_context_len": 1.5}, "[T-12] max_context_len: expected a whole number"),
         ({"clean_logits": 1}, "[T-12] clean_logits: expected True or False"),
         ({"indices": ints(B)}, ": indices: rows that share a request are not built"),
@@ -362,6 +404,7 @@ def test_ragged_logits_become_the_ops(served):
         ({"cu_seq_len_k_start": ints(ROWS).long()}, "[T-04] cu_seq_len_k_start: dtype int64"),
         ({"cu_seq_len_k_end": ints(2)}, "[T-06] cu_seq_len_k_end: shape (2,)"),
         ({"max_seqlen_k": -1}, ": max_seqlen_k: -1"),
+        ({"max_seqlen_k": 1 << 63}, "[IL-06] max_seqlen_k: 9223372036854775808 is outside 0..2147483583"),
         ({"clean_logits": None}, "[T-12] clean_logits: expected True or False"),
     ],
 )
@@ -387,6 +430,8 @@ def test_what_is_not_built_says_so():
         ({"context_lens": ints(B, N).long()}, "context_lens: torch.int64"),
         ({"block_kv": 0}, "block_kv: 0"),
         ({"num_sms": 0}, "num_sms: 0"),
+        ({"num_sms": 1 << 63}, "num_sms: 9223372036854775808: expected 1..2147483647"),
+        ({"context_lens": ints(B, N).to_sparse_csr()}, "context_lens: a tensor of layout sparse_csr"),
         ({"indices": ints(B)}, "indices: rows that share"),
     ],
 )
@@ -395,6 +440,15 @@ def test_metadata_of_what_cannot_be_is_refused(changes, message):
     with pytest.raises(GuardError) as caught:
         deep_gemm.get_paged_mqa_logits_metadata(**{**given, **changes})
     assert str(caught.value).startswith(f"[T-20] get_paged_mqa_logits_metadata: {message}")
+
+
+def test_metadata_of_windows_that_are_no_int32_is_refused():
+    for name in ("cu_seq_len_k_start", "cu_seq_len_k_end"):
+        given = {"cu_seq_len_k_start": ints(4), "cu_seq_len_k_end": ints(4), "num_kv_tokens": 4, "num_heads": 64}
+        with pytest.raises(
+            GuardError, match=rf"^\[T-20\] get_mqa_logits_metadata: {name}: dtype int64, expected int32"
+        ):
+            deep_gemm.get_mqa_logits_metadata(**{**given, name: ints(4).long()})
 
 
 # ---- whose kernels

@@ -160,6 +160,7 @@ def test_a_refused_call_fixes_no_shape(module):
     module.flash_mla_with_kvcache(**call() | {"tile_scheduler_metadata": meta})
 
 
+NESTED = torch.nested.nested_tensor([torch.zeros(1, 64, 576)] * 2)
 REFUSED = {
     "indices": ({"indices": None}, "indices: None asks for dense decode"),
     "causal": ({"causal": True}, "causal: True means nothing beside indices"),
@@ -172,6 +173,8 @@ REFUSED = {
     "k_cache dims": ({"k_cache": torch.zeros(4, 64, 656)}, "k_cache: 3 dims"),
     "indices dims": ({"indices": torch.zeros(2, 64).int()}, "indices: 2 dims"),
     "bytes": ({"k_cache": torch.zeros(4, 64, 1, 600).byte()}, "k_cache: 600 B a token beside a q of 576 dims"),
+    "q without values": ({"q": NESTED}, "q: a tensor of layout nested: pass a plain strided one"),
+    "kv_format of a kind": ({"kv_format": ["V32"]}, "kv_format: ['V32']: expected one of V32, V32_NO_ROPE, V4"),
     "kv_format": ({"kv_format": "V5"}, "kv_format: 'V5': expected one of V32, V32_NO_ROPE, V4, V41, V41_FP4"),
     "extra ids": ({"extra_k_cache": torch.zeros(1, 1, 1, 656)}, "extra_indices_in_kvcache: it and extra_k_cache"),
     "extra cache": ({"extra_indices_in_kvcache": torch.zeros(1)}, "extra_indices_in_kvcache: it and extra_k_cache"),
@@ -210,6 +213,10 @@ def test_what_only_the_newer_one_can_be_asked(change, message):
 def test_what_the_op_refuses_is_refused_by_its_own_guards(module):
     with pytest.raises(GuardError, match=r"^\[T-06\] indices: shape"):
         module.flash_mla_with_kvcache(**call() | {"indices": torch.zeros(3, 1, 64, dtype=torch.int32)})
+    with pytest.raises(GuardError, match=r"^\[T-06\] q: shape"):
+        module.flash_mla_with_kvcache(**call() | {"q": call()["q"][..., :0], "kv_format": "V32"})
+    with pytest.raises(GuardError, match=r"^\[T-12\] head_dim_v: expected a whole number, found 512.0"):
+        module.flash_mla_with_kvcache(**call() | {"head_dim_v": 512.0})
     with pytest.raises(GuardError, match=r"^\[T-06\] attn_sink"):
         module.flash_mla_with_kvcache(**call(), attn_sink=torch.zeros(3))
 

@@ -169,7 +169,7 @@ WRONG = [
     ({"drop_neg_inf": "no"}, "[T-12] drop_neg_inf: expected True or False, found 'no' (str): pass a bool"),
     ({"drop_neg_inf": 2}, "[T-12] drop_neg_inf: expected True or False, found 2 (int)"),
     ({"determinism": "sorted"}, "[T-12] determinism: expected one of off, set, order, found 'sorted'"),
-    ({"determinism": torch.zeros(3)}, "[T-12] determinism: expected one of off, set, order, found tensor([0., 0., 0.])"),
+    ({"determinism": torch.zeros(3)}, "[T-12] determinism: expected one of off, set, order, found tensor([0., 0., "),
     ({"determinism": True}, "[T-12] determinism: expected one of off, set, order, found True"),
     ({"determinism": ["set"]}, "[T-12] determinism: expected one of off, set, order, found ['set']"),
     ({"plan": "plan"}, "[T-09] plan: was not made by these kernels: pass what their plan_topk returned"),
