@@ -147,6 +147,14 @@ class LseSpec(_Part):
     base: Literal["e", 2] = "e"
     empty: Literal["+inf", "-inf"] = "+inf"
 
+    @field_validator("base", mode="before")
+    @classmethod
+    def _no_fraction(cls, value: Any) -> Any:
+        # A literal takes what equals it.
+        if isinstance(value, float):
+            raise problem(("lse", "base"), "is not allowed: must be 'e' or 2", value)
+        return value
+
 
 class KvWriteSpec(_Part):
     """What kv_cache writes by: dtype of the rows, and each cache's rule; `extra_rule` None without a second cache."""
@@ -179,6 +187,14 @@ class IndexSpec(_Part):
     forms: tuple[IndexForm, ...] = Field(default=("paged",), min_length=1)
     accumulation: Literal["fp32", "fast"] = "fp32"
     histogram: bool = False
+
+    @field_validator("dim", mode="before")
+    @classmethod
+    def _no_fraction(cls, value: Any) -> Any:
+        # As in LseSpec.
+        if isinstance(value, float):
+            raise problem(("index", "dim"), "is not allowed: must be 32, 64 or 128", value)
+        return value
 
     @field_validator("forms", mode="before")
     @classmethod

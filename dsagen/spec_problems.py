@@ -31,14 +31,14 @@ class _Nothing:
 
 NOTHING = _Nothing()  # no value was written at the key
 
-# Bounds by the key path, or by its last word, with what the number counts.
-_RANGES: Mapping[str, tuple[int, int, str]] = {
-    "heads": (1, MAX_HEADS, "query heads on this rank"),
-    "kv_heads": (1, MAX_HEADS, "KV heads on this rank"),
-    "index.heads": (8, MAX_HEADS, "index heads, in steps of 8"),
-    "topk": (1, MAX_TOPK, "columns of the index row"),
-    "d_qk": (1, MAX_ROW_ELEMENTS, "elements of a scored row"),
-    "d_v": (1, MAX_ROW_ELEMENTS, "elements of a summed row"),
+# Bounds by the key path, or by its last word, the step between values, and what the number counts.
+_RANGES: Mapping[str, tuple[int, int, int, str]] = {
+    "heads": (1, MAX_HEADS, 1, "query heads on this rank"),
+    "kv_heads": (1, MAX_HEADS, 1, "KV heads on this rank"),
+    "index.heads": (8, MAX_HEADS, 8, "index heads, in steps of 8"),
+    "topk": (1, MAX_TOPK, 1, "columns of the index row"),
+    "d_qk": (1, MAX_ROW_ELEMENTS, 1, "elements of a scored row"),
+    "d_v": (1, MAX_ROW_ELEMENTS, 1, "elements of a summed row"),
 }
 
 # What users look for here but kernels take at run time.
@@ -160,11 +160,12 @@ def _ranged(path: KeyPath) -> str:
 def _range(key: str, value: Any) -> str:
     if key not in _RANGES:
         return ""
-    low, high, what = _RANGES[key]
+    low, high, step, what = _RANGES[key]
     text = f": must be an integer of {low} .. {high} ({what})"
     if isinstance(value, int) and not isinstance(value, bool):
-        text += f"; the nearest is {min(max(value, low), high)}"
-    if isinstance(value, str) and value.isascii() and value.isdigit() and low <= int(value) <= high:
+        # Of two as near the larger one, which has room for what was asked.
+        text += f"; the nearest is {min(max((value + step // 2) // step * step, low), high)}"
+    if isinstance(value, str) and value.isascii() and value.isdigit() and int(value) in range(low, high + 1, step):
         text += f": write {int(value)}"
     return text
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from dsagen.cli.paths import NamedPath
 from dsagen.cli.selection import (
     arch_option,
     json_option,
@@ -33,7 +34,7 @@ _OUT_HELP = "Folder that gets generated/<arch>/<slug>.cu.  [default: the current
 @click.command()
 @specs_argument()
 @arch_option
-@click.option("--out", type=click.Path(path_type=Path), default=Path(), help=_OUT_HELP)
+@click.option("--out", type=NamedPath(path_type=Path), default=Path(), help=_OUT_HELP)
 @click.option("--jobs", type=click.IntRange(min=1), help="Most compiles at once.  [default: by cores and memory]")
 @click.option("--force", is_flag=True, help="Compile also what is in the store.")
 @quiet_option
@@ -71,7 +72,7 @@ def build(
 @click.command()
 @specs_argument()
 @arch_option
-@click.option("--out", type=click.Path(path_type=Path), default=Path(), help=_OUT_HELP)
+@click.option("--out", type=NamedPath(path_type=Path), default=Path(), help=_OUT_HELP)
 @quiet_option
 @json_option
 def render(specs: tuple[str, ...], archs: tuple[str, ...], out: Path, quiet: bool, as_json: bool) -> None:
@@ -91,7 +92,7 @@ def render(specs: tuple[str, ...], archs: tuple[str, ...], out: Path, quiet: boo
 @click.command("compile-commands")
 @specs_argument()
 @arch_option
-@click.option("--out", type=click.Path(path_type=Path), default=Path(), help=_OUT_HELP)
+@click.option("--out", type=NamedPath(path_type=Path), default=Path(), help=_OUT_HELP)
 @quiet_option
 @json_option
 def compile_commands(specs: tuple[str, ...], archs: tuple[str, ...], out: Path, quiet: bool, as_json: bool) -> None:

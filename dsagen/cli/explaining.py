@@ -10,6 +10,7 @@ import click
 
 from dsagen.cli.completing import complete_specs
 from dsagen.cli.drawing import plan_lines
+from dsagen.cli.paths import NamedPath
 from dsagen.cli.selection import Selection, arch_option, describe_spec, json_option, select
 from dsagen.cli.table import echo_json, echo_lines
 from dsagen.errors import SpecError, StoreError
@@ -21,6 +22,14 @@ if TYPE_CHECKING:
     from dsagen.render import RenderedUnit
 
 
+# Which ops what is told of a call depends on.
+_READ_BY = {
+    "--topk": ("sparse_decode", "topk"),
+    "--width": ("topk", "indexer_logits"),
+    "--sms": ("sparse_decode", "topk", "indexer_logits"),
+}
+
+
 @click.command()
 @click.argument("spec", metavar="SPEC", shell_complete=complete_specs)
 @arch_option
@@ -30,7 +39,7 @@ if TYPE_CHECKING:
 @click.option("--width", type=click.IntRange(min=0), help="Scores of a row, for topk and indexer_logits.")
 @click.option("--sms", type=click.IntRange(min=1), help="Multiprocessors.  [default: those of a device measured]")
 @click.option(
-    "--html", type=click.Path(path_type=Path), metavar="FILE", help="Write a page with drawings and rooflines."
+    "--html", type=NamedPath(path_type=Path), metavar="FILE", help="Write a page with drawings and rooflines."
 )
 @json_option
 def explain(
@@ -61,10 +70,7 @@ def explain(
         if as_json:
             raise SpecError("explain --batch prints text only: leave out --json, or leave out --batch for the plans")
         selection.matrix.require_complete()
-        from dsagen.spec_defaults import SCORES_OPS
-
-        if width is not None and not set(SCORES_OPS) & set(selection.spec.ops):
-            raise SpecError(f"explain --width: {selection.spec.name} has no {' or '.join(SCORES_OPS)}: leave it out")
+        _require_read(selection, {"--topk": topk, "--width": width, "--sms": sms})
         s_q = s_q or 1
         rows = batch * s_q
         lines = _decode_lines(selection, batch, s_q, topk, sms) + _topk_lines(selection, rows, topk, width, sms)
@@ -86,6 +92,14 @@ def _require_nothing(options: Mapping[str, int | None]) -> None:
     for name, value in options.items():
         if value is not None:
             raise SpecError(f"explain {name} is about a call: add --batch, or leave it out")
+
+
+def _require_read(selection: Selection, options: Mapping[str, int | None]) -> None:
+    """SpecError for an option of a call that none of the spec's ops reads."""
+    for name, value in options.items():
+        readers = _READ_BY[name]
+        if value is not None and not set(readers) & set(selection.spec.ops):
+            raise SpecError(f"explain {name}: {selection.spec.name} has no {' or '.join(readers)}: leave it out")
 
 
 def _write_page(selection: Selection, path: Path) -> None:

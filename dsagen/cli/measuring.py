@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dsagen.cli.comparing import bench_shapes
+from dsagen.cli.paths import NamedPath
 from dsagen.cli.selection import describe_spec, json_option, quiet_option, select, specs_argument
 from dsagen.cli.table import aligned, echo_json, echo_lines
 from dsagen.errors import CheckFailed, SpecError
@@ -39,11 +40,11 @@ if TYPE_CHECKING:
     help="Measure sparse decode for a list of shapes, with a verdict on each: decode60, or a file of JSON lines.",
 )
 @click.option("--time-limit", type=click.IntRange(min=1), help="Seconds after which no other shape of a list is begun.")
-@click.option("--plot", type=click.Path(path_type=Path, file_okay=False), help="Folder for pictures and index.html.")
+@click.option("--plot", type=NamedPath(path_type=Path, file_okay=False), help="Folder for pictures and index.html.")
 @click.option("--recorded", is_flag=True, help="Measure nothing: show the last record, for --plot or --json.")
 @click.option(
     "--record",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=NamedPath(path_type=Path, dir_okay=False),
     help="Evidence file to append to.  [default: one in the kernel store]",
 )
 @quiet_option

@@ -10,6 +10,7 @@ import click
 
 from dsagen import __version__
 from dsagen.cli.completing import complete_files
+from dsagen.cli.paths import NamedPath
 from dsagen.cli.selection import (
     Selection,
     arch_option,
@@ -33,7 +34,7 @@ KIB = 1024
 @click.command()
 @specs_argument()
 @arch_option
-@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="The bundle's file.")
+@click.option("-o", "--output", type=NamedPath(path_type=Path), required=True, help="The bundle's file.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Most compiles at once.  [default: by cores and memory]")
 @quiet_option
 @json_option
@@ -63,9 +64,7 @@ def _row(selection: Selection, entries: dict[str, StoreEntry]) -> tuple[Any, lis
 
 
 @click.command()
-@click.argument(
-    "files", metavar="[BUNDLE]...", nargs=-1, type=click.Path(path_type=Path), shell_complete=complete_files
-)
+@click.argument("files", metavar="[BUNDLE]...", nargs=-1, type=NamedPath(path_type=Path), shell_complete=complete_files)
 @quiet_option
 @json_option
 def verify(files: tuple[Path, ...], quiet: bool, as_json: bool) -> None:

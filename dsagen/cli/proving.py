@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from dsagen.cli.paths import NamedPath
 from dsagen.cli.selection import arch_option, json_option, quiet_option, select, specs_argument
 from dsagen.cli.table import echo_json
 from dsagen.errors import CheckFailed, DeviceError, DsagenError, SpecError
@@ -27,7 +28,7 @@ _DEVICE = click.option(
 )
 _RECORD = click.option(
     "--record",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=NamedPath(path_type=Path, dir_okay=False),
     help="Evidence file to append to.  [default: one in the kernel store]",
 )
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from dsagen.cli.paths import NamedPath
 from dsagen.cli.selection import json_option, quiet_option, select, specs_argument
 from dsagen.cli.table import echo_json, echo_lines
 from dsagen.errors import CheckFailed, SpecError
@@ -36,7 +37,7 @@ DEFAULT_LIMIT_S = 600
 @click.option(
     "-o",
     "--output",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=NamedPath(path_type=Path, dir_okay=False),
     help="The table to write to.  [default: the device's in the kernel store, which `dsagen.load` reads]",
 )
 @quiet_option

@@ -14,6 +14,9 @@ from dsagen.families.sparse_decode.choice_table import FOLDER, ChoiceRow, read_t
 from dsagen.output_paths import require_folder
 from dsagen.slug import parse_slug
 
+# What to do about a table that rows cannot be merged into.
+_ADVICE = "correct it, remove it, or name another with --output"
+
 
 def default_file(device: str) -> Path:
     """The store's table for a device, which `dsagen.load` reads; StoreError without a folder that can be written."""
@@ -23,13 +26,13 @@ def default_file(device: str) -> Path:
 def require_writable(path: Path) -> None:
     """Refuse ahead of measuring what could not be written or merged afterwards: StoreError, TableError."""
     if path.exists():
-        read_table(path)
+        read_table(path, _ADVICE)
     require_folder(path.parent, f"the choice table {path.name}")
 
 
 def write_rows(path: Path, rows: Sequence[ChoiceRow]) -> None:
     """Put rows into a table. They replace rows for the same device, rows of caches, heads and columns; others stay."""
-    kept = read_table(path) if path.exists() else ()
+    kept = read_table(path, _ADVICE) if path.exists() else ()
     new = {_subject(row) for row in rows}
     lines = "".join(row.to_line() for row in (*(old for old in kept if _subject(old) not in new), *rows))
     try:

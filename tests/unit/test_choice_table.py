@@ -279,12 +279,27 @@ def test_what_a_row_may_not_hold_is_told_by_file_field_and_limit(table, changes,
     with pytest.raises(TableError) as error:
         read_tables()
     assert str(error.value).startswith(f"{table}:2: ") and message in str(error.value)
-    assert str(error.value).endswith("correct it, remove it, or set DSAGEN_CHOICE_TABLE")
+    assert str(error.value).endswith("correct it, or unset DSAGEN_CHOICE_TABLE, which names it")
+
+
+def test_a_table_that_no_variable_names_is_to_be_removed(monkeypatch, tmp_path):
+    monkeypatch.delenv("DSAGEN_CHOICE_TABLE", raising=False)
+    monkeypatch.setenv("DSAGEN_CACHE_DIR", str(tmp_path))
+    (tmp_path / "choices").mkdir()
+    (tmp_path / "choices" / "h200.jsonl").write_text("{")
+    with pytest.raises(TableError, match=r"h200.jsonl:1: no JSON: correct it, remove it, or set DSAGEN_CHOICE_TABLE$"):
+        read_tables()
 
 
 def test_files_that_are_no_tables(table):
-    with pytest.raises(TableError, match="no such choice table"):
+    with pytest.raises(TableError, match="no such choice table: correct it, or unset DSAGEN_CHOICE_TABLE, which names"):
         read_tables()
+    table.mkdir()
+    with pytest.raises(
+        TableError, match="is no regular file: correct it, or unset DSAGEN_CHOICE_TABLE, which names it"
+    ):
+        read_tables()
+    table.rmdir()
     table.write_bytes(b"\xff")
     with pytest.raises(TableError, match="byte 0 is no UTF-8"):
         read_tables()

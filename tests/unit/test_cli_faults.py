@@ -169,3 +169,42 @@ def test_the_doctor_looks_at_places_that_it_may_not_see(capsys, monkeypatch):
     assert "no folder of the kernel store can be written" in out
     assert "is not an existing folder given by an absolute path" in out
     assert "cannot be read (File name too long)" in out
+
+
+@pytest.mark.parametrize(
+    ("spec", "option", "readers"),
+    [
+        ("v32_indexer_h128", "--topk", "sparse_decode or topk"),
+        ("v32_kv_cache_h128", "--topk", "sparse_decode or topk"),
+        ("v32_kv_cache_h128", "--sms", "sparse_decode or topk or indexer_logits"),
+        ("v32_index_cache_h128", "--width", "topk or indexer_logits"),
+    ],
+)
+def test_explain_of_a_call_refuses_what_no_op_of_the_spec_reads(capsys, spec, option, readers):
+    assert main(["explain", spec, "--batch", "4", option, "9"]) == 2
+    found = capsys.readouterr()
+    assert (found.out, found.err) == ("", f"error: explain {option}: {spec} has no {readers}: leave it out\n")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("explain", "v32_h16", "--html"),
+        ("build", "v32_h16", "--out"),
+        ("render", "v32_h16", "--out"),
+        ("compile-commands", "v32_h16", "--out"),
+        ("bundle", "v32_h16", "--output"),
+        ("check", "v32_h16", "--record"),
+        ("bench", "v32_h16", "--record"),
+        ("bench", "v32_h16", "--plot"),
+        ("tune", "v32_h16", "--output"),
+        ("verify",),
+    ],
+    ids=" ".join,
+)
+def test_an_empty_path_is_not_the_current_folder(capsys, monkeypatch, tmp_path, arguments):
+    monkeypatch.chdir(tmp_path)
+    assert main([*arguments, ""]) == 2
+    found = capsys.readouterr()
+    assert found.out == "" and not list(tmp_path.iterdir())
+    assert "'' names neither a file nor a folder: name one, or leave the option out" in found.err

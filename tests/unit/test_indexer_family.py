@@ -83,7 +83,22 @@ def test_one_op_of_several_keeps_what_it_reads() -> None:
     [
         (
             YAML + "index: {heads: 12}\n",
-            "f.yaml:5: index.heads = 12: is not allowed: must be an integer of 8 .. 128 (index heads, in steps of 8)",
+            "f.yaml:5: index.heads = 12: is not allowed: must be an integer of 8 .. 128 (index heads, in steps of 8); "
+            "the nearest is 16",
+        ),
+        (
+            YAML + "index: {heads: 11}\n",
+            "f.yaml:5: index.heads = 11: is not allowed: must be an integer of 8 .. 128 "
+            "(index heads, in steps of 8); the nearest is 8",
+        ),
+        (
+            YAML + "index: {heads: -10}\n",
+            "f.yaml:5: index.heads = -10: is not allowed: must be an integer of 8 .. 128 "
+            "(index heads, in steps of 8); the nearest is 8",
+        ),
+        (
+            YAML + "index: {dim: 64.0}\n",
+            "f.yaml:5: index.dim = 64.0: is not allowed: must be 32, 64 or 128",
         ),
         (
             YAML + "index: {heads: 136}\n",

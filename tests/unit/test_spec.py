@@ -346,6 +346,7 @@ def test_any_mapping_is_a_spec_or_a_spec_error(data):
         ({"num_key_value_heads": 1}, "f.yaml:7: num_key_value_heads: is no key here: the KV heads of this rank are"),
         ({"kv_heads": 8}, "f.yaml:7: kv_heads = 8: model v32 has one KV head, whose rows serve all query heads"),
         ({"kv_heads": 0}, "f.yaml:7: kv_heads = 0: is not allowed: must be an integer of 1 .. 128 (KV heads on this rank)"),
+        ({"lse": {"base": 2.0}}, "f.yaml:8: lse.base = 2.0: is not allowed: must be 'e' or 2"),
         ({"lse": {"empty": "inf"}}, "f.yaml:8: lse.empty = 'inf': is not allowed: must be '+inf' or '-inf' (did you mean +inf?)"),
         ({"lse": {"empty": ".inf"}}, "f.yaml:8: lse.empty = '.inf': is not allowed: must be '+inf' or '-inf' (did you mean +inf?)"),
         ({"lse": {"empty": "-Infinity"}}, "f.yaml:8: lse.empty = '-Infinity': is not allowed: must be '+inf' or '-inf' (did you mean -inf?)"),

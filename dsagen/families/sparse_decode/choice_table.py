@@ -24,6 +24,8 @@ from dsagen.slug import parse_slug
 FOLDER = "choices"
 _MOST_BYTES = 16 << 20
 _MOST_INT = (1 << 31) - 1
+# What to do about a table that was found in a folder.
+_ADVICE = f"correct it, remove it, or set {knobs.CHOICE_TABLE.name}"
 Range = tuple[int, int]
 
 
@@ -155,8 +157,9 @@ def read_tables() -> ChoiceTables:
     wanted = knobs.CHOICE_TABLE.get()
     if wanted == knobs.NO_TABLE:
         return ChoiceTables()
+    advice = _ADVICE if wanted is None else f"correct it, or unset {knobs.CHOICE_TABLE.name}, which names it"
     files = [Path(wanted)] if wanted is not None else [path for folder in _folders() for path in _files_in(folder)]
-    return ChoiceTables(tuple(row for path in files for row in read_table(path)), tuple(files))
+    return ChoiceTables(tuple(row for path in files for row in read_table(path, advice)), tuple(files))
 
 
 def _folders() -> list[Path]:
@@ -180,13 +183,13 @@ def _files_in(folder: Path) -> list[Path]:
         raise TableError(f"{folder}: choice tables cannot be listed ({error.strerror})") from None
 
 
-def read_table(path: Path) -> tuple[ChoiceRow, ...]:
-    """The rows of one file; TableError names file, line, field, value and limit of what is wrong."""
-    advice = f"correct it, remove it, or set {knobs.CHOICE_TABLE.name}"
+def read_table(path: Path, advice: str = _ADVICE) -> tuple[ChoiceRow, ...]:
+    """The rows of one file; TableError names file, line, field, value and limit of what is wrong, then the advice."""
     try:
         # A pipe would be waited for.
         if not path.is_file():
-            raise TableError(f"{path}: no such choice table: {advice}")
+            found = "is no regular file" if path.exists() else "no such choice table"
+            raise TableError(f"{path}: {found}: {advice}")
         size = path.stat().st_size
         if size > _MOST_BYTES:
             raise TableError(f"{path}: {size} B, a choice table has at most {_MOST_BYTES}: {advice}")
