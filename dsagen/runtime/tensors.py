@@ -116,7 +116,8 @@ def require(rule: TensorRule, tensor: torch.Tensor) -> None:
         raise GuardError(f"[T-06] {rule.name}: shape {shape}, expected {expected_shape(rule)}")
     if rule.last_dim_contiguous and shape and shape[-1] > 1 and tensor.stride(-1) != 1:
         raise GuardError(
-            f"[T-07] {rule.name}: last dim has stride {tensor.stride(-1)}, expected 1: pass {rule.name}.contiguous()"
+            f"[T-07] {rule.name}: last dim has stride {tensor.stride(-1)}, expected 1: pass {rule.name}.contiguous(), "
+            "or where it is written to, which would fill that copy, allocate it so"
         )
 
 

@@ -130,7 +130,11 @@ WRONG = [
     ("attn_sink", lambda t: torch.zeros(2 * H)[::2], "[T-07] attn_sink: last dim has stride 2"),
     ("out", lambda t: torch.zeros(B, S, H, 513).bfloat16()[..., :512], "[SD-14] out: strides"),
     ("out", lambda t: torch.zeros(B, S, H, 514).bfloat16()[..., 1:513], "[SD-26] out: address"),
-    ("out", lambda t: torch.zeros(B, S, 512, H).bfloat16().transpose(2, 3), "[T-07] out: last dim has stride 16"),
+    (
+        "out",
+        lambda t: torch.zeros(B, S, 512, H).bfloat16().transpose(2, 3),
+        "[T-07] out: last dim has stride 16, expected 1: pass out.contiguous(), or where it is written to, ",
+    ),
     ("out", lambda t: torch.zeros(1, S, H, 512).bfloat16().expand(B, -1, -1, -1), "[T-08] out: strides (0, "),
     ("lse", lambda t: torch.zeros(B, 1, S).expand(-1, H, -1), "[T-08] lse: strides (3, 0, 1)"),
     # what is no plain tensor
