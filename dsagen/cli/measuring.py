@@ -79,7 +79,7 @@ def bench(
         s_q=parse_values("--s-q", s_q),
         topk=parse_values("--topk", topk),
         heads=parse_values("--heads", heads),
-        kv=tuple(kv.split(",")) if kv else (),
+        kv=() if kv is None else tuple(kv.split(",")),
     )
     shapes = {"--batch": batch is not None, "--s-q": s_q is not None, "--topk": topk is not None}
     if shape_list is not None:

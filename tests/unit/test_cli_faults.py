@@ -186,6 +186,11 @@ def test_explain_of_a_call_refuses_what_no_op_of_the_spec_reads(capsys, spec, op
     assert (found.out, found.err) == ("", f"error: explain {option}: {spec} has no {readers}: leave it out\n")
 
 
+def test_an_empty_list_of_formats_is_not_that_of_the_spec(capsys):
+    assert main(["bench", "v32_h16", "--kv", ""]) == 2
+    assert "error: spec: kv.format = '': unknown KV format ''" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
