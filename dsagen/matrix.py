@@ -49,13 +49,18 @@ class Matrix:
             raise SpecError(f"{self.spec_name}: not everything that it declares can be built:\n  {listed}")
 
 
+def require_list(archs: object, known: Sequence[str]) -> None:
+    """SpecError for archs that are neither None nor a list of some; `known` are what there is."""
+    if archs is not None and (isinstance(archs, str | bytes) or not isinstance(archs, Sequence) or not archs):
+        raise SpecError(f"archs: expected a list such as {list(known)}, or None for all of them, found {archs!r}")
+
+
 def expand(spec: DeploymentSpec, archs: Sequence[str] | None = None) -> Matrix:
     """List the cells of a spec for its archs, or for the given ones among them.
 
     Raises SpecError for an arch that the spec does not declare, and for what is no list of archs.
     """
-    if archs is not None and (isinstance(archs, str | bytes) or not isinstance(archs, Sequence) or not archs):
-        raise SpecError(f"archs: expected a list such as {list(spec.archs)}, or None for all of them, found {archs!r}")
+    require_list(archs, spec.archs)
     wanted = spec.archs if archs is None else tuple(dict.fromkeys(arch_row(name).name for name in archs))
     undeclared = [name for name in wanted if name not in spec.archs]
     if undeclared:

@@ -22,7 +22,7 @@ from dsagen.families.topk.op import TopkShape, explain_call
 from dsagen.family import family_of_op
 from dsagen.guard import rename, require_int
 from dsagen.log import configure_library_logging
-from dsagen.matrix import Matrix, expand
+from dsagen.matrix import Matrix, expand, require_list
 from dsagen.plan import KernelPlan
 from dsagen.runtime import torch_ops
 from dsagen.runtime.bundled import BundledCode
@@ -105,6 +105,8 @@ def load(
     configure_library_logging()
     require_options(emulator)
     require_known_device(device)
+    # The emulator launches by itself; what is wrong with the variable is told there as well.
+    knobs.LAUNCHER.get()
     if isinstance(spec, str | os.PathLike) and is_bundle(Path(spec)):
         return _load_bundle(Path(spec), name, device, archs, emulator)
     if name is not None:
@@ -135,6 +137,7 @@ def _load_bundle(
         )
     bundle = read_bundle(path)
     chosen = bundle.choose(name)
+    require_list(archs, chosen.archs)
     absent = [arch for arch in archs or () if arch_row(arch).name not in chosen.archs]
     if absent:
         raise SpecError(f"{path}: packed for {', '.join(chosen.archs)}, not for {absent[0]}: pack it with --arch")

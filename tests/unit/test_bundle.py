@@ -106,6 +106,9 @@ def test_of_several_specs_one_is_named(packed, bare_machine):
 def test_what_a_bundle_has_not_is_an_error(packed, bare_machine):
     with pytest.raises(SpecError, match="packed for sm_90a, not for sm_100a"):
         dsagen.load(packed, name="v32_h16", archs=["sm_100a"])
+    for archs in ("sm_90a", [], (), 5, {"sm_90a"}):
+        with pytest.raises(SpecError, match=r"^archs: expected a list such as \['sm_90a'\], or None for all of them"):
+            dsagen.load(packed, name="v32_h16", archs=archs)
     for options in ({"device": "emulator"}, {"emulator": dsagen.EmulatorOptions()}):
         with pytest.raises(StoreError, match="bundles have cubins and no PTX"):
             dsagen.load(packed, name="v32_h16", **options)

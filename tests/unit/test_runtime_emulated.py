@@ -66,6 +66,13 @@ def test_an_unknown_device_is_named_whether_or_not_there_is_a_gpu(device, text):
 
 
 @pytest.mark.parametrize("device", [None, "emulator"])
+def test_a_launcher_of_no_known_name_is_told_wherever_kernels_run(monkeypatch, device):
+    monkeypatch.setenv("DSAGEN_LAUNCHER", "go")
+    with pytest.raises(KnobError, match=r"^DSAGEN_LAUNCHER='go': expected one of auto, c, python"):
+        dsagen.load("v32_h16", device=device)
+
+
+@pytest.mark.parametrize("device", [None, "emulator"])
 @pytest.mark.parametrize("options", [3, "seed", {"seed": 1}, EmulatorOptions, False])
 def test_options_of_another_kind_are_refused(device, options):
     text = r"\[T-12\] emulator: expected options, found .*: pass dsagen.EmulatorOptions, such as"
