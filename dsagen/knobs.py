@@ -301,7 +301,7 @@ SPARSE_DECODE_BODY: Knob[str | None] = Knob(
     "|".join(BODIES),
     None,
     "Body of sparse_decode's main kernels, whatever choice tables say: 'hopper' where it is built (sm_90a, up to 32 "
-    "heads in a CTA), 'mma_sync' elsewhere. Default: what a table names, else 'mma_sync'.",
+    "heads in a CTA), 'mma_sync' elsewhere. Default: what a table names, else 'hopper' where it is built.",
     partial(_parse_choice, choices=BODIES),
 )
 SPARSE_DECODE_LAUNCHES: Knob[int | None] = Knob(

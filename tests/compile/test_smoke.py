@@ -44,8 +44,14 @@ def plans_of(spec_name: str, arch: str, heads: int) -> tuple[KernelPlan, ...]:
 
 
 def every_plan(spec_name: str, arch: str) -> tuple[KernelPlan, ...]:
-    """Every kernel that some head count of a spec gives on an arch: all its head counts in a CTA, and the combine."""
-    plans = {plan.slug: plan for heads in range(1, 129) for plan in plans_of(spec_name, arch, heads)}
+    """Every kernel that some head count of a spec gives on an arch: all its head counts in a CTA, in the body that is
+    taken and in the portable one, and the combine.
+    """
+    plans = {}
+    for body in ("", decode.BODY):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("DSAGEN_SPARSE_DECODE_BODY", body)
+            plans |= {plan.slug: plan for heads in range(1, 129) for plan in plans_of(spec_name, arch, heads)}
     return tuple(plans.values())
 
 

@@ -53,9 +53,10 @@ def spec_of(arch: str, heads: int = 16, dim: int = 128, scores: str = "fp32", ke
 
 @contextmanager
 def portable_bodies() -> Iterator[None]:
-    """Specs get the portable body of the logits, whatever sums they take."""
+    """Specs get the portable bodies, whatever sums of the logits they take."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DSAGEN_INDEXER_LOGITS_BODY", "mma_sync")
+        for op in ("SPARSE_DECODE", "INDEXER_LOGITS"):
+            patch.setenv(f"DSAGEN_{op}_BODY", "mma_sync")
         yield
 
 

@@ -50,8 +50,13 @@ ARCHS = ("sm_90a", "sm_80")
 _SIZES = ("n", "smem", "threads")
 
 
-# What the hopper body of sparse decode, which no spec asks for by itself, is tried on; and heads of the indexer's.
-_WARPGROUP_ROWS = (("v32", None), ("v41_interleaved", "v41_fp4_interleaved"))
+# What the hopper body of sparse decode is tried on: each kind of scales, and two formats; and heads of the indexer's.
+_WARPGROUP_ROWS = (
+    ("v32", None),
+    ("v41_interleaved", None),
+    ("v41_fp4_interleaved", None),
+    ("v41_interleaved", "v41_fp4_interleaved"),
+)
 _LOGITS_HEADS = 16
 
 
@@ -86,7 +91,7 @@ def variants() -> dict[str, Variant]:
     smallest: dict[tuple[object, ...], Variant] = {}
     for name in shipped_specs():
         spec = load_spec(name)
-        # Of the logits the others come below, for few heads.
+        # The others come below, of few rows and heads.
         with indexer.portable_bodies():
             cells = [
                 cell for arch in ARCHS for op in spec.ops for cell in family_of_op(op).expand(spec, arch_row(arch))

@@ -15,11 +15,15 @@ from typing import Any
 import pytest
 import torch
 
+from dsagen import knobs
 from dsagen.check import run as check_run
 from dsagen.check.cases import DecodeCase
 from dsagen.check.place import Case, emulator_place
 from dsagen.check.run import KernelCache, cases_of, run_case, run_check
 from dsagen.errors import CheckFailed
+from dsagen.families.sparse_decode import family as sparse_decode
+from dsagen.matrix import expand
+from dsagen.plan import KernelPlan
 from dsagen.runtime import api
 from dsagen.runtime.emulated import EmulatedCode, EmulatorOptions, read_ptx
 from dsagen.spec import DeploymentSpec, load_spec
@@ -34,7 +38,10 @@ SLOW += r"|run\.repeated(\.splits5)?|splits\.300|topk\.repeated\..*|topk\.layout
 
 @dataclass(frozen=True)
 class Suite:
-    """A spec as one arch, with what it changes of a shipped one; `only` matches the cases that run, `but` not them."""
+    """A spec as one arch, with what it changes of a shipped one; `only` matches the cases that run, `but` not them.
+
+    `body` is that of sparse decode, by default what specs get.
+    """
 
     name: str
     spec: str
@@ -42,9 +49,15 @@ class Suite:
     only: str = r".*"
     but: str = SLOW
     changes: Mapping[str, Any] = field(default_factory=dict)
+    body: str = ""
 
     def load(self) -> DeploymentSpec:
         return load_spec(self.spec).replace(archs=[self.arch], **self.changes)
+
+    def plans(self) -> tuple[KernelPlan, ...]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(BODY_KNOB, self.body)
+            return expand(self.load()).plans()
 
     def cases(self) -> tuple[Case, ...]:
         every = cases_of(self.load(), self.arch, "quick")
@@ -79,6 +92,8 @@ CANDIDATES_CORE = (
     r"|shape\.(heads24|slots9)|graph|alone)"
 )
 FP32_SUMS: Mapping[str, Any] = {"index": {"heads": 64, "dim": 128, "keys": "fp8", "accumulation": "fp32"}}
+# Of sparse decode, and what takes its place on sm_90a for few heads.
+BODY_KNOB, PORTABLE = knobs.SPARSE_DECODE_BODY.name, sparse_decode.BODY
 SMALL_GQA: Mapping[str, Any] = {"heads": 8, "kv_heads": 2}
 
 
@@ -96,7 +111,10 @@ SUITES = (
     # The former with the conversion; the newest arch; the shared memory of small ones.
     Suite("v32-sm_89", "v32_h16", "sm_89", r"values\..*"),
     Suite("v32-sm_100a", "v32_h16", "sm_100a", r"values\..*"),
-    Suite("bf16-sm_90a", "v32_h16", "sm_90a", CORE, changes={"kv": "bf16"}),
+    Suite("bf16-sm_90a", "v32_h16", "sm_90a", CORE, changes={"kv": "bf16"}, body=PORTABLE),
+    # Of few heads on this arch, where a table may name it.
+    Suite("v32-portable", "v32_h16", "sm_90a", r"values\.[mrn].*|splits\.3.*", body=PORTABLE),
+    Suite("v41-portable", "v41_h16", "sm_90a", r"values\.[mw].*|extra\.(lengths|splits\.3)", body=PORTABLE),
     Suite("bf16-sm_80", "v32_h16", "sm_80", r"values\..*", changes={"kv": "bf16"}),
     # Other numbers of heads a CTA: the least, one that fills no tile, the most, two groups of the most.
     Suite("v32-h8", "v32_h8", "sm_90a", r"width\..*"),
@@ -184,7 +202,8 @@ def kernels_of(name: str, seed: int) -> KernelCache:
 
 @pytest.mark.spread
 @pytest.mark.parametrize(("suite", "case", "seed"), RUNS)
-def test_case(suite: Suite, case: Case, seed: int) -> None:
+def test_case(suite: Suite, case: Case, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(BODY_KNOB, suite.body)
     too_large = emulator_place(suite.load(), None, None).refusal(case)
     if too_large:
         pytest.skip(too_large)

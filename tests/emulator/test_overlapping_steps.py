@@ -32,6 +32,12 @@ LEVELS = load_spec("v41_decode_h16")
 CHOSEN_BLOCKS = StepCase("overlap.chosen", 1, 2, 300, lengths=Lengths.WHOLE, layers=CHOSEN, candidate_blocks=12)
 
 
+@pytest.fixture(autouse=True)
+def attention_with_dependent_forms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other body begins early by itself."""
+    monkeypatch.setenv("DSAGEN_SPARSE_DECODE_BODY", "mma_sync")
+
+
 def run(case: StepCase, launches: list[EmulatedLaunch] | None = None) -> StepRun:
     spec = LEVELS if case is CHOSEN_BLOCKS else SPEC
     observe = None if launches is None else launches.append

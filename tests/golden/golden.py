@@ -45,12 +45,13 @@ def matrix_text(declared_archs: bool) -> str:
 def representative_plans() -> Iterator[KernelPlan]:
     """The first plan of each family, role, body, pair of KV formats and format of index keys in the shipped specs.
 
-    Of the indexer's logits those of the body that other archs have, too.
+    Of sparse decode and the indexer's logits those of the body that other archs have, too.
     """
-    plans = [plan for name in shipped_specs() for plan in expand(load_spec(name)).plans()]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DSAGEN_INDEXER_LOGITS_BODY", "mma_sync")
-        plans += [plan for name in shipped_specs() for plan in expand(load_spec(name)).plans()]
+        for op in ("SPARSE_DECODE", "INDEXER_LOGITS"):
+            patch.setenv(f"DSAGEN_{op}_BODY", "mma_sync")
+        plans = [plan for name in shipped_specs() for plan in expand(load_spec(name)).plans()]
+    plans += [plan for name in shipped_specs() for plan in expand(load_spec(name)).plans()]
     seen = set()
     for plan in plans:
         variant, axes = plan.variant, dict(plan.variant.axes)

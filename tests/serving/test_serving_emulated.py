@@ -96,7 +96,7 @@ def test_the_loop_gives_what_the_references_give(kernels: dsagen.Kernels, launch
         assert got[:live].any() or not live
     for layer, want in zip(mine.layers, theirs.layers, strict=True):
         assert layer.cache.equal(want.cache)
-    a_step = ["dsa_kv_cache_write_warp_rows", "dsa_topk_main_row_resident", "dsa_sparse_decode_main_mma_sync"]
+    a_step = ["dsa_kv_cache_write_warp_rows", "dsa_topk_main_row_resident", "dsa_sparse_decode_main_hopper"]
     per_layer = len(launched) // (LAYERS * len(LIVE))
     assert launched[:3] == a_step and per_layer in (3, 4)
     assert len(launched) == per_layer * LAYERS * len(LIVE)

@@ -75,8 +75,10 @@ class FakeDriver:
         return symbol
 
     def attributes(self, ordinal: int, kernel: str) -> KernelAttributes:
-        few_heads = re.fullmatch(r"dsa_sparse_decode_main_hopper_.*_n_(8|16)_.*", kernel)
-        if few_heads and self.attributes_of.registers == GOOD.registers:
+        two_groups = re.fullmatch(
+            r"dsa_sparse_decode_main_hopper_.*(_n_(8|16)|_kv_v32(_nope)?_dqk_\d+_dv_512_n_\d+)_.*", kernel
+        )
+        if two_groups and self.attributes_of.registers == GOOD.registers:
             return replace(self.attributes_of, registers=96)  # those have warps enough for no more
         return self.attributes_of
 

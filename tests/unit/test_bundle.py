@@ -128,11 +128,11 @@ def test_kernels_of_another_dsagen_are_refused(packed, bare_machine, monkeypatch
 
 
 def test_a_bundle_with_another_body_says_what_asks_for_it(packed, bare_machine, monkeypatch):
-    monkeypatch.setenv("DSAGEN_SPARSE_DECODE_BODY", "hopper")
-    words = r"-hopper-\S+ is not in it, \S+-mma_sync-\S+ is, which DSAGEN_SPARSE_DECODE_BODY=mma_sync asks for"
+    monkeypatch.setenv("DSAGEN_SPARSE_DECODE_BODY", "mma_sync")
+    words = r"-mma_sync-\S+ is not in it, \S+-hopper-\S+ is, which DSAGEN_SPARSE_DECODE_BODY=hopper asks for"
     with pytest.raises(StoreError, match=words):
         dsagen.load(packed, name="v32_h16")
-    monkeypatch.setenv("DSAGEN_SPARSE_DECODE_BODY", "mma_sync")
+    monkeypatch.setenv("DSAGEN_SPARSE_DECODE_BODY", "hopper")
     dsagen.load(packed, name="v32_h16")
 
 

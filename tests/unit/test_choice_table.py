@@ -27,7 +27,7 @@ from dsagen.tune.shapes import choices
 
 SPEC = load_spec("v32_h16")
 CELLS = with_all_bodies(FAMILY.expand(SPEC, arch("sm_90a")))
-PORTABLE, HOPPER = (FAMILY.plan(cell.variant) for cell in CELLS if cell.role == "main")
+HOPPER, PORTABLE = (FAMILY.plan(cell.variant) for cell in CELLS if cell.role == "main")
 SHAPE = DecodeShape(3, 1, 16, 2048)
 ROW = ChoiceRow(
     kernel=HOPPER.slug,
@@ -58,7 +58,7 @@ def decide(*rows, shape=SHAPE, device="NVIDIA H200", plans=(PORTABLE, HOPPER), d
 
 
 def judged(decision, shape=SHAPE, determinism="off", **options):
-    return candidates((PORTABLE, HOPPER), shape, CAPACITIES, 132, determinism, decision=decision, **options)
+    return candidates((HOPPER, PORTABLE), shape, CAPACITIES, 132, determinism, decision=decision, **options)
 
 
 @pytest.fixture
@@ -79,12 +79,13 @@ def test_a_line_gives_its_row_again(table):
 
 
 def test_a_kernel_that_a_table_names_is_built(table, monkeypatch):
-    table.write_text("")
-    assert bodies() == ["mma_sync"]
-    table.write_text(ROW.to_line())
-    assert bodies() == ["mma_sync", "hopper"]
-    assert bodies(SPEC.replace(heads=32)) == ["mma_sync"]
-    assert bodies(SPEC.replace(determinism="batch_invariant")) == ["mma_sync"]
+    for rows in ("", ROW.to_line()):
+        table.write_text(rows)
+        assert bodies() == ["hopper"]
+    table.write_text(replace(ROW, kernel=PORTABLE.slug).to_line())
+    assert bodies() == ["hopper", "mma_sync"]
+    assert bodies(SPEC.replace(heads=32)) == ["hopper"]
+    assert bodies(SPEC.replace(determinism="batch_invariant")) == ["hopper"]
     assert [cell.variant.body for cell in FAMILY.expand(SPEC, arch("sm_100a")) if cell.role == "main"] == ["mma_sync"]
     for wanted in ("mma_sync", "hopper"):
         monkeypatch.setenv("DSAGEN_SPARSE_DECODE_BODY", wanted)
@@ -119,7 +120,7 @@ def test_a_row_is_taken_with_its_splits_and_explained():
     found = judged(decide(ROW))
     chosen = choose(found)
     assert (chosen.plan, chosen.partition.num_splits, chosen.partition.untuned) == (HOPPER, 32, False)
-    assert [candidate.plan for candidate in found] == [HOPPER, PORTABLE, HOPPER]
+    assert [candidate.plan for candidate in found] == [HOPPER, HOPPER, PORTABLE]
     text = explain_choice(found, SHAPE, decide(ROW))
     assert f"chosen: {HOPPER.slug}" in text and "splits: measured (table.jsonl:1)\n" in text
     assert (
@@ -128,9 +129,15 @@ def test_a_row_is_taken_with_its_splits_and_explained():
     ) in text
 
 
-def test_without_a_row_the_portable_body_stays():
+def test_a_row_may_choose_the_portable_body():
+    row = replace(ROW, kernel=PORTABLE.slug, text=text_of(PORTABLE))
+    chosen = choose(judged(decide(row)))
+    assert (chosen.plan, chosen.row.kernel, chosen.partition.num_splits) == (PORTABLE, PORTABLE.slug, 32)
+
+
+def test_without_a_row_the_preferred_body_is_taken():
     chosen = choose(judged(decide()))
-    assert chosen.plan == PORTABLE and chosen.partition.untuned
+    assert chosen.plan == HOPPER and chosen.partition.untuned
 
 
 @pytest.mark.parametrize(
@@ -157,7 +164,7 @@ def test_rows_that_do_not_count_are_left_out_with_a_reason(row, options, reason)
 
 def test_a_row_whose_splits_do_not_fit_is_refused_and_said():
     found = judged(decide(replace(ROW, num_splits=33)))
-    assert choose(found).plan == PORTABLE
+    assert choose(found) is found[1] and found[1].row is None
     assert "[SD-04]" in found[0].refusals[0]
 
 
@@ -182,7 +189,7 @@ def test_one_launch_is_for_splits_that_can_be_a_cluster(splits):
 def test_other_splits_take_two_launches():
     found = judged(decide(replace(ROW, launches=1)))
     assert found[0].refusals[0].startswith("[SD-29] one launch: 32 splits (can_join 1): ")
-    assert choose(found).plan == PORTABLE
+    assert choose(found) is found[1] and found[1].row is None
     # The knob asks where it is possible.
     chosen = choose(judged(decide(ROW), launches=1))
     assert (chosen.plan, chosen.partition.num_splits, chosen.partition.one_launch) == (HOPPER, 32, False)
@@ -193,14 +200,14 @@ def test_the_cost_model_joins_two_splits_unless_it_is_told_otherwise():
         found = judged(decide(), shape=replace(SHAPE, batch=64), **options)
         return [(c.partition.num_splits, c.partition.one_launch) for c in found]
 
-    assert parts() == [(2, False), (2, True)]
+    assert parts() == [(2, True), (2, False)]
     assert parts(launches=2) == [(2, False), (2, False)]
     assert parts(num_splits=2) == [(2, False), (2, False)]
     assert parts(determinism="batch_invariant") == [(4, False), (4, False)]
     # Rows of 512 columns are split only where that needs no second launch; at 32 four splits are faster.
     for batch, asked, wanted in ((64, None, (2, True)), (64, 2, (1, False)), (32, None, (4, False))):
         shape = replace(SHAPE, batch=batch, topk=512)
-        part = judged(decide(), shape=shape, launches=asked)[1].partition
+        part = judged(decide(), shape=shape, launches=asked)[0].partition
         assert (part.num_splits, part.one_launch) == wanted
 
 
@@ -208,7 +215,7 @@ def test_only_a_body_that_can_join_is_asked_to():
     row = replace(ROW, kernel=PORTABLE.slug, text=text_of(PORTABLE), num_splits=4, launches=1)
     found = judged(decide(row))
     assert "4 splits (can_join 0)" in found[0].refusals[0]
-    assert [c.partition.one_launch for c in judged(decide(), num_splits=4, launches=1)] == [False, True]
+    assert [c.partition.one_launch for c in judged(decide(), num_splits=4, launches=1)] == [True, False]
 
 
 def test_splits_of_several_head_groups_are_no_cluster():

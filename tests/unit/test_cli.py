@@ -132,9 +132,9 @@ def test_explain_as_json_is_the_plan(capsys):
     explained = run_json(capsys, "explain", "v32_h16")
     main_kernel, combine = explained["variants"]
     last = main_kernel["plan"]["smem"][-1]
-    assert (last["name"], last["extents"]) == ("block_value", [4, 16])
-    end_bytes = last["offset_bytes"] + 4 * 4 * 16
-    assert end_bytes <= main_kernel["plan"]["smem_bytes"] < end_bytes + 128
+    assert (last["name"], last["extents"]) == ("followed", [2, 16])
+    end_bytes = last["offset_bytes"] + 4 * 2 * 16
+    assert end_bytes <= main_kernel["plan"]["smem_bytes"] < end_bytes + 1024
     assert main_kernel["launch_guards"]
     assert combine["launch_guards"] == []
     assert explained["spec"]["heads"] == 16

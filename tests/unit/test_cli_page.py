@@ -185,7 +185,7 @@ def test_a_multiprocessor_is_drawn_with_what_bounds_it():
     plan = expand(load_spec("v32_h16")).plans()[0]
     lines = occupancy_lines(plan)
     assert lines[-1] == "1 block at once, bounded by shared memory and registers"
-    assert "512 of 2048" in lines[2] and "|########" in lines[2] and "room for 4" in lines[2]
+    assert "640 of 2048" in lines[2] and "|##########  " in lines[2] and "room for 3" in lines[2]
     for name in shipped_specs():
         for plan in expand(load_spec(name)).plans():
             count = resident_ctas(plan)
@@ -196,7 +196,7 @@ def test_a_multiprocessor_is_drawn_with_what_bounds_it():
 def test_registers_are_drawn_by_role_where_they_move():
     lines = register_lines(expand(load_spec("v32_h16")).plans()[0])
     assert [line.split("  ")[0] for line in lines] == ["value", "score", "producer"]
-    assert lines[0].endswith("8 warps x 32 x 128 = 32768") and "|################ " in lines[0]
+    assert lines[0].endswith("8 warps x 32 x 104 = 26624") and "|############## " in lines[0]
     moving = 0
     for name in shipped_specs():
         for plan in expand(load_spec(name)).plans():

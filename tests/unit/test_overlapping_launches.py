@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dsagen.arch import ARCHS
+from dsagen.arch import ARCHS, WGMMA
 from dsagen.dependent import alone, has_chain, is_dependent
 from dsagen.matrix import expand
 from dsagen.plan import KernelPlan
@@ -25,13 +25,17 @@ def plans_of(spec: DeploymentSpec) -> dict[str, KernelPlan]:
     return {plan.slug: plan for plan in expand(spec).plans()}
 
 
+@pytest.mark.parametrize("body", ["", "mma_sync"])
 @pytest.mark.parametrize("arch", ARCHS.values(), ids=ARCHS)
-def test_steps_have_dependent_forms_where_the_arch_has_such_launches(arch):
+def test_steps_have_dependent_forms_where_the_arch_has_such_launches(arch, body, monkeypatch):
+    monkeypatch.setenv("DSAGEN_SPARSE_DECODE_BODY", body)
     plans = plans_of(CHAIN.replace(archs=[arch.name]))
     dependent = [plan for plan in plans.values() if is_dependent(plan.variant)]
     kinds = [(p.variant.family, p.variant.kernel, p.variant.body) for p in dependent]
     few_rows = [("topk", "main", "row_resident"), ("topk", "count", "row_split")]
-    assert kinds == ([*few_rows, ("sparse_decode", "main", "mma_sync")] if arch.has_pdl else [])
+    # The hopper body begins early by itself.
+    attention = [("sparse_decode", "main", "mma_sync")] if body or arch.mma_class != WGMMA else []
+    assert kinds == ([*few_rows, *attention] if arch.has_pdl else [])
     for plan in dependent:
         own = plans[alone(plan.variant).slug]
         assert plan.overlaps_previous and not own.overlaps_previous

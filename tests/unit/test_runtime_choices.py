@@ -33,7 +33,7 @@ def all_bodies(matrix):
     return Matrix(matrix.spec_name, with_all_bodies(matrix.cells))
 
 
-HOPPER = next(p for p in all_bodies(expand(SPEC)).plans() if p.variant.body == "hopper")
+HOPPER, PORTABLE = (p for p in all_bodies(expand(SPEC)).plans() if p.variant.kernel == "main")
 ROW = ChoiceRow(
     HOPPER.slug, render(HOPPER).evidence_hash, H200.name, "580", "nvcc 13", "2026-12-01T10:00:00Z", 16,
     (5, 8), (200, 200), (0, 0), 4, 1, 6.5,
@@ -48,6 +48,10 @@ def table(tmp_path, monkeypatch):
     for name in ("DSAGEN_SPARSE_DECODE_BODY", "DSAGEN_SPARSE_DECODE_LAUNCHES", "DSAGEN_POISON_WORKSPACE"):
         monkeypatch.delenv(name, raising=False)
     return path
+
+
+# The same region with the other body.
+OTHER = replace(ROW, kernel=PORTABLE.slug, text=render(PORTABLE).evidence_hash, num_splits=3, launches=2)
 
 
 def make():
@@ -86,6 +90,7 @@ def test_a_check_tells_what_it_launched(table):
     def load(spec, device):
         return Kernels(spec, open_driver=lambda: driver, read=fake_cubins)
 
+    table.write_text(ROW.to_line() + replace(OTHER, tokens=(27, 27), num_splits=1, launches=1).to_line())
     found = {}
     for batch, splits in ((2, None), (2, 2), (9, 1)):
         case = DecodeCase("told", batch=batch, s_q=3, kv_tokens=500, topk=200, page_size=61, num_splits=splits)
@@ -97,10 +102,32 @@ def test_a_check_tells_what_it_launched(table):
     assert found[9, 1] == [["main", "mma_sync"]]
 
 
+def test_a_row_may_choose_the_portable_body(table):
+    table.write_text(OTHER.to_line())
+    driver, kernels = make()
+    plan = kernels.plan_sparse_decode(*SHAPE)
+    assert (plan.main_slug, plan.num_splits, plan.launches) == (PORTABLE.slug, 3, 2)
+    kernels.sparse_decode(*inputs(), plan=plan)
+    assert driver.launches[0].symbol == PORTABLE.symbol
+    assert kernels.plan_sparse_decode(3, 3, 200).main_slug == HOPPER.slug
+
+
+def test_without_a_table_the_preferred_body_is_taken(monkeypatch):
+    """As on a device of that architecture that nobody has measured."""
+    driver, kernels = make()
+    kernels.prepare()
+    assert sorted(driver.loads) == sorted([HOPPER.symbol, kernels._on(0).combine.symbol])
+    assert kernels.plan_sparse_decode(*SHAPE).main_slug == HOPPER.slug
+    text = kernels.explain(batch=2, s_q=3, topk=200)
+    assert f"chosen: {HOPPER.slug}" in text and PORTABLE.slug not in text
+    monkeypatch.setenv("DSAGEN_SPARSE_DECODE_BODY", "mma_sync")
+    assert make()[1].plan_sparse_decode(*SHAPE).main_slug == PORTABLE.slug
+
+
 def test_shapes_that_no_row_covers_stay_as_they_were(table):
     driver, kernels = make()
     plan = kernels.plan_sparse_decode(3, 3, 200)
-    assert "-mma_sync-" in plan.main_slug
+    assert (plan.main_slug, plan.num_splits) == (HOPPER.slug, 1)
     kernels.sparse_decode(*inputs(batch=3), plan=plan)
     assert all(record.config.cluster == 1 for record in driver.launches)
     assert "untuned: no measured table for this device" in kernels.explain(batch=3, s_q=3, topk=200)
@@ -116,7 +143,8 @@ def test_shapes_that_no_row_covers_stay_as_they_were(table):
 def test_foreign_and_stale_rows_are_told_by_explain(table, change, reason):
     table.write_text(replace(ROW, **change).to_line())
     _, kernels = make()
-    assert "-mma_sync-" in kernels.plan_sparse_decode(*SHAPE).main_slug
+    plan = kernels.plan_sparse_decode(*SHAPE)
+    assert (plan.main_slug, plan.num_splits) == (HOPPER.slug, 1)
     assert f"choice table: not taken: {table}:1: {reason}" in kernels.explain(batch=2, s_q=3, topk=200)
 
 
@@ -177,10 +205,11 @@ def test_a_choice_is_planned_whatever_tables_say(table):
 
 def test_a_bundle_without_a_kernel_that_a_table_names_loads(table):
     """It was packed where no table named that kernel."""
-    portable = [plan for plan in expand(SPEC).plans() if plan.slug != HOPPER.slug]
-    code = BundledCode(Bundle.__new__(Bundle), {plan.slug: None for plan in portable})
+    packed = [plan for plan in expand(SPEC).plans() if plan.slug != PORTABLE.slug]
+    code = BundledCode(Bundle.__new__(Bundle), {plan.slug: None for plan in packed})
+    table.write_text(OTHER.to_line())
     matrix = expand(SPEC)
-    assert HOPPER.slug in {cell.variant.slug for cell in matrix.cells}
-    assert [cell.variant.slug for cell in code.without_absent(matrix).cells] == [plan.slug for plan in portable]
+    assert PORTABLE.slug in {cell.variant.slug for cell in matrix.cells}
+    assert [cell.variant.slug for cell in code.without_absent(matrix).cells] == [plan.slug for plan in packed]
     # What is missing altogether stays, for the bundle to say so.
     assert BundledCode(Bundle.__new__(Bundle), {}).without_absent(matrix) == matrix

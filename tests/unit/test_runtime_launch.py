@@ -94,19 +94,21 @@ def test_block_of_an_unsplit_call():
     main = kernels._on(0).mains[0]
     assert (record.config.grid, record.config.threads) == (6, main.threads)
     assert record.config.smem_bytes == main.smem_bytes
-    assert not record.config.overlaps_previous
+    assert record.config.overlaps_previous
     assert plan.workspace is None and plan.workspace_bytes == 0
     assert plan.main_slug == main.slug
 
 
-def test_split_calls_launch_the_combine_behind_the_main_kernel():
+@pytest.mark.parametrize(("body", "begins_early"), [("", True), ("mma_sync", False)])
+def test_split_calls_launch_the_combine_behind_the_main_kernel(body, begins_early, monkeypatch):
+    monkeypatch.setenv("DSAGEN_SPARSE_DECODE_BODY", body)
     driver, kernels = make()
     plan = kernels.plan_sparse_decode(2, 3, TOPK, num_splits=2)
     out, lse = kernels.sparse_decode(*inputs(), plan=plan)
     main, combine = blocks(kernels, driver)
     configs = [record.config for record in driver.launches]
     assert [config.grid for config in configs] == [2 * 3 * 2, 2 * 3 * 16]
-    assert [config.overlaps_previous for config in configs] == [False, True]
+    assert [config.overlaps_previous for config in configs] == [begins_early, True]
     base = plan.workspace.data_ptr()
     assert plan.workspace.numel() == plan.workspace_bytes > 0
     for block in (main, combine):
@@ -380,7 +382,7 @@ def test_a_refused_launch_names_op_kernel_and_arguments():
     with pytest.raises(DeviceError) as caught:
         kernels.sparse_decode(*inputs())
     text = str(caught.value)
-    assert text.startswith("sparse_decode: sparse_decode-main-mma_sync-sm_90a")
+    assert text.startswith("sparse_decode: sparse_decode-main-hopper-sm_90a")
     assert "CUDA_ERROR_INVALID_VALUE" in text and "topk=200" in text and "DSAGEN_DEBUG_SYNC=1" in text
 
 

@@ -34,12 +34,12 @@ def make_on(facts):
         ({"local_bytes": 8}, "L-02", "8 B a thread in local memory"),
         ({"max_threads": 64}, "L-03", "at most 64 threads"),
         ({"static_smem_bytes": 16}, "L-04", "16 B of static shared memory"),
-        ({"registers": 120}, "L-06", "exactly 128"),
+        ({"registers": 80}, "L-06", "exactly 96"),
     ],
 )
 def test_a_kernel_that_differs_from_its_plan_is_refused(change, guard_id, said):
     fake, kernels = make(attributes_of=dataclasses.replace(GOOD, **change))
-    with pytest.raises(GuardError, match=rf"^\[{guard_id}\] .*{said}.*sparse_decode-main-mma_sync"):
+    with pytest.raises(GuardError, match=rf"^\[{guard_id}\] .*{said}.*sparse_decode-main-hopper"):
         kernels.prepare()
     assert fake.smem_opt_ins == {}
 

@@ -26,14 +26,14 @@ from dsagen.tune.table import write_rows
 
 SPEC = load_spec("v32_h16")
 CELLS = with_all_bodies(FAMILY.expand(SPEC, arch("sm_90a")))
-PORTABLE, HOPPER = (FAMILY.plan(cell.variant) for cell in CELLS if cell.role == "main")
+HOPPER, PORTABLE = (FAMILY.plan(cell.variant) for cell in CELLS if cell.role == "main")
 TWO_CACHES = load_spec("v41_h16")
 
 
 class ScriptedDevice:
     """Each step takes a second; `us` gives the time of a choice, or raises."""
 
-    plans, sm_count = (PORTABLE, HOPPER), 132
+    plans, sm_count = (HOPPER, PORTABLE), 132
 
     def __init__(self, us):
         self.us, self.now, self.begun, self.tried = us, 0.0, [], []
@@ -111,8 +111,8 @@ def test_what_cannot_be_tuned_is_told(spec, shapes, message):
 
 
 def test_choices_begin_with_what_is_taken_untuned():
-    tried = choices(DecodeShape(1, 1, 16, 2048), (PORTABLE, HOPPER), 132)
-    assert (tried[0].slug, tried[0].num_splits, tried[0].launches) == (PORTABLE.slug, 32, 2)
+    tried = choices(DecodeShape(1, 1, 16, 2048), (HOPPER, PORTABLE), 132)
+    assert (tried[0].slug, tried[0].num_splits, tried[0].launches) == (HOPPER.slug, 32, 2)
     assert len(set(tried)) == len(tried)
     splits = {choice.num_splits for choice in tried}
     assert splits == {-(-32 // length) for length in range(1, 33)}
@@ -124,7 +124,7 @@ def test_choices_begin_with_what_is_taken_untuned():
 
 
 def test_choices_are_those_that_fit_the_device():
-    tried = choices(DecodeShape(64, 1, 16, 2048), (PORTABLE, HOPPER), 132)
+    tried = choices(DecodeShape(64, 1, 16, 2048), (HOPPER, PORTABLE), 132)
     assert {choice.num_splits for choice in tried} == {1, 2, 3, 4}  # at most two rounds
     assert {choice.num_splits for choice in tried if choice.launches == 1} == {1, 2, 4}
     assert [c.num_splits for c in choices(DecodeShape(300, 1, 16, 2048), (PORTABLE,), 132)] == [1]
@@ -154,10 +154,10 @@ def test_each_width_has_regions_of_its_own():
 
 def test_within_noise_the_untuned_choice_stays():
     def nearly(_, slug, num_splits, launches):
-        return 10.0 if (slug, num_splits, launches) == (PORTABLE.slug, 32, 2) else 9.95
+        return 10.0 if (slug, num_splits, launches) == (HOPPER.slug, 32, 2) else 9.95
 
     (row,) = run(ScriptedDevice(nearly), "1").rows
-    assert (row.kernel, row.num_splits, row.launches) == (PORTABLE.slug, 32, 2)
+    assert (row.kernel, row.num_splits, row.launches) == (HOPPER.slug, 32, 2)
 
 
 def test_a_wrong_choice_is_never_taken():

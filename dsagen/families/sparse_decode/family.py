@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -89,10 +89,10 @@ class SparseDecode:
         several = spec.kv_heads > 1
         axes = main_axes(caches, heads_n, arch, several)
         takes_hopper = not several and hopper.takes(caches, heads_n, arch)
-        bodies = main_bodies(axes, arch, spec.determinism) if takes_hopper else (BODY,)
+        bodies = main_bodies(axes, arch, spec.determinism) if takes_hopper else {BODY: ""}
         mains = [Variant(NAME, "main", body, arch.name, axes) for body in bodies]
         combine = Variant(NAME, "combine", "portable", arch.name, (("dv", caches.d_v),))
-        cells = tuple(Cell(NAME, "main", arch.name, main) for main in mains)
+        cells = tuple(Cell(NAME, "main", arch.name, main, why=bodies[main.body]) for main in mains)
         # The hopper body begins while the grid before ends, whatever that is.
         alone = [cell for cell, main in zip(cells, mains, strict=True) if main.body != hopper.BODY]
         dependent = tuple(map(dependent_cell, alone)) if has_chain(spec, arch) else ()
@@ -146,21 +146,24 @@ def variant_caches(variant: Variant) -> Caches:
     return caches
 
 
-def main_bodies(axes: tuple[tuple[str, str | int], ...], arch: Arch, determinism: Determinism) -> tuple[str, ...]:
-    """Bodies of the main kernel where both take its rows: the one that DSAGEN_SPARSE_DECODE_BODY asks for, else
-    `mma_sync`, and `hopper` with it where a choice table names that kernel.
+def main_bodies(axes: tuple[tuple[str, str | int], ...], arch: Arch, determinism: Determinism) -> Mapping[str, str]:
+    """Bodies of the main kernel where both take its rows, the preferred one first, each with the reason for it: what
+    DSAGEN_SPARSE_DECODE_BODY asks for, else `hopper`, and `mma_sync` behind it where a choice table names that kernel.
     """
     wanted = knobs.SPARSE_DECODE_BODY.get()
     if wanted is not None:
-        return (wanted,)
-    measured = Variant(NAME, "main", hopper.BODY, arch.name, axes).slug
+        return {wanted: f"{knobs.SPARSE_DECODE_BODY.name} asks for it"}
+    found = {hopper.BODY: f"preferred to {BODY}"}
     # A table reads the batch, and two bodies differ in the last bits.
-    named = determinism == "off" and read_tables().names(measured)
-    return (BODY, hopper.BODY) if named else (BODY,)
+    if determinism == "off" and read_tables().names(Variant(NAME, "main", BODY, arch.name, axes).slug):
+        found[BODY] = "a choice table names it"
+    return found
 
 
 def with_all_bodies(cells: Sequence[Cell]) -> tuple[Cell, ...]:
-    """The cells with a main kernel of each body that takes its rows, `mma_sync` first: what there is to choose from."""
+    """The cells with a main kernel of each body that takes its rows, the preferred one first: what there is to choose
+    from.
+    """
     found: list[Cell] = []
     for cell in cells:
         main = cell.variant if (cell.op, cell.role) == (NAME, "main") and cell.kept else None
@@ -170,8 +173,8 @@ def with_all_bodies(cells: Sequence[Cell]) -> tuple[Cell, ...]:
         takes_hopper = not has_kv_heads(main) and hopper.takes(
             variant_caches(main), main.axis_int("n"), arch_row(main.arch)
         )
-        for body in (BODY, hopper.BODY) if takes_hopper else (main.body,):
-            found.append(replace(cell, variant=replace(main, body=body)))
+        for body in (hopper.BODY, BODY) if takes_hopper else (main.body,):
+            found.append(replace(cell, variant=replace(main, body=body), why=""))
     return tuple(dict.fromkeys(found))
 
 
