@@ -24,12 +24,14 @@ STAGES = ("indexer", "top-k", "attention")
 class StepFigures(CallFigures):
     """One step on one device.
 
-    `apart_us` is GPU time of the same step without overlapping launches, `stage_us` that of its stages, each by itself.
+    `gpu_us` is of launches as a plan takes them by itself, `overlapping_us` and `apart_us` with and without overlapping
+    ones (None where the arch has none), `stage_us` of its stages, each by itself.
     Of a step whose scores are counted where they are made `uncounted_us` has what it takes, with launches that overlap
     and without, where top-k counts; `stage_us` then are stages of that one.
     """
 
     case: StepBenchCase
+    overlapping_us: float | None
     apart_us: float
     stage_us: tuple[float, float, float]
     uncounted_us: tuple[float, float] | None = None
@@ -43,6 +45,7 @@ class StepFigures(CallFigures):
         "blocks",
         "GPU us",
         "spread",
+        "overlap us",
         "apart us",
         "uncounted, apart us",
         *(f"{stage} us" for stage in STAGES),
@@ -86,6 +89,7 @@ class StepFigures(CallFigures):
             case.selects or "",
             f"{self.gpu_us:.1f}",
             f"{self.spread:.1%}",
+            number(self.overlapping_us, ".1f"),
             f"{self.apart_us:.1f}",
             "" if self.uncounted_us is None else ", ".join(f"{us:.1f}" for us in self.uncounted_us),
             *(f"{stage:.1f}" for stage in self.stage_us),
@@ -98,6 +102,7 @@ class StepFigures(CallFigures):
     def to_json(self) -> dict[str, Any]:
         """Plain data for `--json` and evidence."""
         own = {
+            "overlapping_us": None if self.overlapping_us is None else round(self.overlapping_us, 3),
             "apart_us": round(self.apart_us, 3),
             "stage_us": {name: round(us, 3) for name, us in zip(STAGES, self.stage_us, strict=True)},
             "goal_us": self.goal_us,

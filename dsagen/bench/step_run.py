@@ -87,12 +87,19 @@ def measure_step(kernels: Any, case: StepBenchCase, inputs: Sequence[StepBenchIn
     if problem:
         raise CheckFailed(f"{kernels.spec.name}: {case}: {problem}; it was not timed")
     timing = graph_time_us(step_calls(kernels, case, graph_plans, inputs))
+    overlapping_us = None
+    if kernels.can_overlap:
+        overlapping = plans_of(kernels, case, inputs, overlap=True)
+        overlapping_us = graph_time_us(step_calls(kernels, case, overlapping, inputs)).median_us
     # By itself a stage has no predecessor that it could overlap but its own last run.
     apart = plans_of(kernels, case, inputs, overlap=False)
     apart_us = graph_time_us(step_calls(kernels, case, apart, inputs)).median_us
     uncounted_us = None
     if case.selects is None and graph_plans[0].selection.counted is not None:
-        plain = [plans_of(kernels, case, inputs, histogram=False, overlap=overlap) for overlap in (None, False)]
+        plain = [
+            plans_of(kernels, case, inputs, histogram=False, overlap=overlap)
+            for overlap in (kernels.can_overlap, False)
+        ]
         overlapped, one_by_one = (graph_time_us(step_calls(kernels, case, plans, inputs)).median_us for plans in plain)
         uncounted_us = overlapped, one_by_one
     stage_us = []
@@ -112,6 +119,7 @@ def measure_step(kernels: Any, case: StepBenchCase, inputs: Sequence[StepBenchIn
         gpu_us=timing.median_us,
         spread=timing.spread,
         input_sets=timing.sets,
+        overlapping_us=overlapping_us,
         apart_us=apart_us,
         stage_us=(indexer, selection, attention),
         uncounted_us=uncounted_us,

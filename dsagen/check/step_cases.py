@@ -52,8 +52,9 @@ class StepCase:
 
     `kv_page_size` None: both caches have the same pages. `layers` say what each selects, in turn; each that selects has
     queries and weights of its own, and they share index keys. `candidate_blocks` are those of a token, where layers
-    choose any. `k` is at most what the spec has columns for, which a check raises as far as it takes. `short_sums` as
-    of the indexer's cases.
+    choose any. `k` is at most what the spec has columns for, which a check raises as far as it takes. Launches overlap
+    where the arch has that, unless `overlap` leaves it to the plan, which few requests do not. `short_sums` as of the
+    indexer's cases.
     """
 
     op: ClassVar[str] = "decode_step"
@@ -72,6 +73,7 @@ class StepCase:
     layers: tuple[Selects, ...] = (Selects.ALL,)
     candidate_blocks: int | None = None
     probe: Probe = Probe.PLAIN
+    overlap: bool = True
     short_sums: bool = False
 
     def __post_init__(self) -> None:
@@ -128,6 +130,7 @@ def _shape_cases() -> Iterator[StepCase]:
         yield StepCase(f"{PREFIX}.k{k}", 2, k=k)
     yield StepCase(f"{PREFIX}.splits", 2, k=200, num_splits=3)
     yield StepCase(f"{PREFIX}.layers", 2, 2, layers=SHARED)
+    yield StepCase(f"{PREFIX}.apart", 2, width=150, overlap=False)
 
 
 def _probe_cases() -> Iterator[StepCase]:
@@ -188,6 +191,7 @@ def _candidate_cases() -> Iterator[StepCase]:
     yield case("next_n4", 2, 4, 150)
     yield case("splits", 2, k=90, num_splits=3)
     yield case("layers", 2, 2, layers=EVERY_KIND)
+    yield case("apart", 2, width=150, candidate_blocks=12, overlap=False)
     for probe in (Probe.REPEATED, Probe.GRAPH):
         more: dict[str, Any] = {"contents": Contents.NORMAL, "layers": CHOSEN_SHARED, "probe": probe}
         yield case(f"{probe}", 3, 2, 250, k=100, candidate_blocks=20, **more)

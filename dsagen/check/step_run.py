@@ -52,6 +52,8 @@ class StepKernels(Protocol):
 
     @property
     def spec(self) -> DeploymentSpec: ...  # noqa: D102
+    @property
+    def can_overlap(self) -> bool: ...  # noqa: D102
     def prepare(self) -> None: ...  # noqa: D102
     def plan_decode_step(self, batch: int, next_n: int, max_seq_len: int, **options: Any) -> Any: ...  # noqa: D102
     def decode_step_slugs(self, plan: Any, candidates: str | None = None) -> tuple[str, ...]: ...  # noqa: D102
@@ -133,6 +135,8 @@ class StepRun:
             options["candidate_blocks"] = case.candidate_blocks
         if kernels.spec.extra_kv is not None:
             options["window"] = WINDOW
+        if case.overlap and kernels.can_overlap:
+            options["overlap"] = True
         plan = kernels.plan_decode_step(case.batch, case.next_n, case.width, **options)
         for selects in dict.fromkeys(case.layers):
             if selects is not Selects.AGAIN:

@@ -74,7 +74,7 @@ class DecodeStepPlan:
     [batch, next_n, k] what top-k has made of them (then -1), `counts` int32 [batch, next_n] how many; their addresses
     never change, so a captured CUDA graph may hold them; the plan must then outlive the graph. `selection` and
     `attention` are the plans of the stages; `following` is that of attention right behind a selection, which is another
-    one where launches overlap.
+    one where launches overlap and the kernel has a form for that.
     """
 
     def __init__(
@@ -118,6 +118,11 @@ class DecodeStepPlan:
         self.page_sizes: dict[tuple[object, ...], int] = {}
         self._stream: int | None = None
         self._lock = threading.Lock()
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether launches of top-k and attention begin while the stage before them ends."""
+        return self.selection.is_dependent
 
     @property
     def workspace_bytes(self) -> int:

@@ -97,7 +97,7 @@ def decode_step(
         _attend(handle, (*tensors, indices), {**lists, **options, "num_splits": num_splits}, out=out, lse=lse)
         return out, lse
     index = {"index_q_scales": given.index_q_scales, "kv_block_table": given.kv_block_table}
-    chosen = {"num_splits": num_splits, "determinism": plan.determinism, "overlap": plan.selection.is_dependent}
+    chosen = {"num_splits": num_splits, "determinism": plan.determinism, "overlap": plan.overlaps}
     into = {"out": out, "lse": lse, "ids": plan.ids, "counts": plan.counts}
     op = _OPS.decode_step_out
     if candidates is not None:

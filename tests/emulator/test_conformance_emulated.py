@@ -73,11 +73,12 @@ TOPK_CORE = (
     r"|body\.\w*\.(normal|low_21_bits))"
 )
 STEP_CORE = (
-    r"step\.(lengths\.(edges|beyond)|contents\.normal|page\.(5|5\.kv64)|next_n\d\.per_request|k\d+|splits|layers|graph)"
+    r"step\.(lengths\.(edges|beyond)|contents\.normal|page\.(5|5\.kv64)|next_n\d\.per_request|k\d+|splits|layers"
+    r"|apart|graph)"
 )
 STEP_CANDIDATES = (
     r"step\.candidates\.(lengths\.(edges|beyond|per_request)|contents\.normal|page\..*|blocks(1|5|60)|k\d+|splits"
-    r"|layers)"
+    r"|layers|apart)"
 )
 STEP_V41: Mapping[str, Any] = {
     "ops": ["indexer_logits", "topk", "sparse_decode"],

@@ -96,7 +96,7 @@ def test_a_selection_that_does_not_wait_is_stopped(monkeypatch: pytest.MonkeyPat
     spoil(monkeypatch, "topk_select")
     launches: list[EmulatedLaunch] = []
     kernels = load(launches)
-    plan = kernels.plan_decode_step(BATCH, 1, WIDTH, k=K)
+    plan = kernels.plan_decode_step(BATCH, 1, WIDTH, k=K, overlap=True)
     early = r"which the grid before writes, ahead of griddepcontrol\.wait"
     with pytest.raises(EmulatorError, match=early):
         step(kernels, plan, inputs_of(Contents.INTEGER))

@@ -68,7 +68,7 @@ CASES: tuple[Case, ...] = (
     # Steps whose rows a block holds, and some that blocks share, of a few keys; of one token scores may be counted.
     StepCase("golden", 2, 2, 1000, 200, lengths=Lengths.WHOLE, num_splits=2),
     StepCase("golden.shared", 1, 5, 40_000, 32, lengths=Lengths.EDGES),
-    StepCase("golden.counted", 8, 1, 40_000, 32, lengths=Lengths.EDGES),
+    StepCase("golden.counted", 4, 1, 40_000, 32, lengths=Lengths.EDGES),
     *(KvCase(f"golden.{action}.{extra}", action, extra) for action in Action for extra in (False, True)),
 )
 

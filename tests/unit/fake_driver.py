@@ -142,3 +142,11 @@ def unpack(block: bytes, plan) -> dict[str, object]:
              "i32": ctypes.c_int32, "f32": ctypes.c_float}  # fmt: skip
     assert len(block) == plan.params_bytes
     return {f.name: types[f.ctype].from_buffer_copy(block, f.offset_bytes).value for f in plan.params}
+
+
+def take_registers_of_steps(fake: FakeDriver) -> None:
+    """As many registers as plans of a step's kernels reckon with, of each stage."""
+    usual = fake.attributes
+    fake.attributes = lambda ordinal, kernel: (  # type: ignore[method-assign]
+        usual(ordinal, kernel) if "sparse_decode" in kernel else replace(GOOD, registers=60)
+    )

@@ -44,6 +44,7 @@ FIGURES = StepFigures(
     101.0,
     70.0,
     CASE,
+    99.0,
     103.0,
     (60.0, 20.0, 18.0),
 )
@@ -158,7 +159,8 @@ def test_a_step_is_verified_and_timed_with_its_stages(kernels, monkeypatch):
     monkeypatch.setattr(step_run, "eager_cost_us", lambda calls: (3.0, 4.0))
     inputs = step_inputs(SMALL, make_pools(SMALL, 3, device="cpu"), 2)
     found = step_run.measure_step(kernels, SMALL, inputs)
-    assert seen == [2] * 5 and (found.gpu_us, found.apart_us, found.stage_us) == (10.0, 20.0, (30.0, 40.0, 50.0))
+    assert seen == [2] * 6 and found.stage_us == (40.0, 50.0, 60.0)
+    assert (found.gpu_us, found.overlapping_us, found.apart_us) == (10.0, 20.0, 30.0)
     assert (found.issue_us, found.wall_us, found.input_sets, found.device) == (3.0, 4.0, 2, "NVIDIA H200")
     assert [slug.split("-")[0] for slug in found.slugs][:3] == ["indexer_logits", "topk", "sparse_decode"]
     assert found.floor_us == pytest.approx(step_floor_us(SMALL, H200))
@@ -187,7 +189,7 @@ def test_a_step_with_counted_scores_is_timed_beside_one_without(declared, monkey
 
     class Counted:
         def __init__(self, spec):
-            self.spec, self.device = spec, torch.device("cpu")
+            self.spec, self.device, self.can_overlap = spec, torch.device("cpu"), True
 
         def plan_decode_step(self, *sizes, **options):
             asked.append({name: value for name, value in options.items() if name != "k"})
@@ -209,16 +211,16 @@ def test_a_step_with_counted_scores_is_timed_beside_one_without(declared, monkey
     monkeypatch.setattr(step_run, "graph_time_us", lambda _: Timing(float(next(times)), 0.01, 2, 9))
     monkeypatch.setattr(step_run, "eager_cost_us", lambda calls: (3.0, 4.0))
     found = step_run.measure_step(Counted(SPEC), SMALL, [SimpleNamespace()] * 2)
-    plain = [{"histogram": False, "overlap": None}, {"histogram": False, "overlap": False}] if declared else []
-    assert asked == [{}, {}, {"overlap": False}, *plain]
-    assert (found.gpu_us, found.apart_us) == (10.0, 20.0)
-    assert found.uncounted_us == ((30.0, 40.0) if declared else None)
-    assert found.stage_us == ((50.0, 60.0, 70.0) if declared else (30.0, 40.0, 50.0))
+    plain = [{"histogram": False, "overlap": True}, {"histogram": False, "overlap": False}] if declared else []
+    assert asked == [{}, {}, {"overlap": True}, {"overlap": False}, *plain]
+    assert (found.gpu_us, found.overlapping_us, found.apart_us) == (10.0, 20.0, 30.0)
+    assert found.uncounted_us == ((40.0, 50.0) if declared else None)
+    assert found.stage_us == ((60.0, 70.0, 80.0) if declared else (40.0, 50.0, 60.0))
     document = found.to_json()
     assert (document.get("uncounted_us"), document.get("uncounted_apart_us")) == (
-        (30.0, 40.0) if declared else (None, None)
+        (40.0, 50.0) if declared else (None, None)
     )
-    assert len(found.cells()) == len(found.header) and ("30.0, 40.0" in found.cells()) == declared
+    assert len(found.cells()) == len(found.header) and ("40.0, 50.0" in found.cells()) == declared
 
 
 @pytest.mark.compile
@@ -253,7 +255,7 @@ def test_layers_with_candidate_blocks_are_verified_and_timed(selects, shared_sto
     monkeypatch.setattr(step_run, "graph_time_us", timed(seen))
     monkeypatch.setattr(step_run, "eager_cost_us", lambda calls: (3.0, 4.0))
     found = step_run.measure_step(kernels, case, inputs)
-    assert seen == [2] * 5 and {CHOOSE: "blocks", USE: "candidates"}[selects] == found.slugs[0].split("-")[1]
+    assert seen == [2] * 6 and {CHOOSE: "blocks", USE: "candidates"}[selects] == found.slugs[0].split("-")[1]
     assert found.title.endswith(f"k 24, {selects} 5 blocks")
     assert _case_name(found.to_json()) == f"step of 2 x 1, 192 keys, {selects} blocks"
     plans = step_run.plans_of(kernels, case, inputs)

@@ -41,14 +41,16 @@ class ModelStep:
     """The step by its references, with a defect where one is named."""
 
     def __init__(self, spec, defect=""):
-        self.spec, self.defect, self.calls = spec, defect, 0
+        self.spec, self.defect, self.calls, self.can_overlap, self.overlaps = spec, defect, 0, True, []
 
     def prepare(self):
         pass
 
     def plan_decode_step(
-        self, batch, next_n, max_seq_len, *, k, num_splits, window=None, determinism="set", candidate_blocks=None
-    ):
+        self, batch, next_n, max_seq_len, *, k, num_splits, window=None, determinism="set", candidate_blocks=None,
+        overlap=None,
+    ):  # fmt: skip
+        self.overlaps.append(overlap)
         rows, columns = batch * next_n, -(-max_seq_len // BLOCK)
         slots = min(candidate_blocks or 0, columns)
         level = SimpleNamespace(

@@ -1,11 +1,10 @@
 """Decode steps whose scores are counted where they are made: what is launched, where counts go, when it is refused."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from fake_driver import GOOD, FakeDriver, fake_cubins, unpack
+from fake_driver import FakeDriver, fake_cubins, take_registers_of_steps, unpack
 from native_driver import COMPILER, NativeFakeDriver
 
 from dsagen.errors import GuardError
@@ -24,7 +23,7 @@ LEVELS = {**SPEC, "index": {**INDEX, "forms": ["paged", "blocks", "candidates"]}
 
 def make(driver=FakeDriver, spec=SPEC, **changes: Any):
     fake = driver()
-    fake.attributes = lambda ordinal, kernel: replace(GOOD, registers=128 if "sparse_decode" in str(kernel) else 60)
+    take_registers_of_steps(fake)
     return fake, Kernels(load_spec({**spec, **changes}), open_driver=lambda: fake, read=fake_cubins)
 
 
@@ -89,8 +88,8 @@ def test_a_selection_begins_early_unless_asked_not_to():
     for overlap in (True, False):
         driver.launches.clear()
         kernels.decode_step(**given(), plan=kernels.plan_decode_step(BATCH, 1, WIDTH, k=K, overlap=overlap))
-        # The scores' kernel waits by itself for whatever comes before it.
-        assert [r.config.overlaps_previous for r in driver.launches][:3] == [True, overlap, overlap]
+        # Kernels of scores and attention wait by themselves for whatever comes before them.
+        assert [r.config.overlaps_previous for r in driver.launches][:3] == [True, overlap, True]
 
 
 def test_scores_are_counted_where_blocks_share_rows():

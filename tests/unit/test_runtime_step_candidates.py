@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
-from fake_driver import GOOD, FakeDriver, fake_cubins, unpack
+from fake_driver import FakeDriver, fake_cubins, take_registers_of_steps, unpack
 
 from dsagen.errors import GuardError
 from dsagen.runtime.api import Kernels
@@ -23,10 +21,7 @@ SPEC = {
 
 def make(**index):
     fake = FakeDriver()
-    usual = fake.attributes
-    fake.attributes = lambda ordinal, kernel: (
-        usual(ordinal, kernel) if "sparse_decode" in kernel else replace(GOOD, registers=60)
-    )
+    take_registers_of_steps(fake)
     spec = load_spec({**SPEC, "index": {**SPEC["index"], **index}})
     return fake, Kernels(spec, open_driver=lambda: fake, read=fake_cubins)
 
@@ -51,7 +46,7 @@ def blocks(kernels, driver):
 
 def test_a_layer_chooses_and_others_use():
     driver, kernels = make()
-    plan = kernels.plan_decode_step(BATCH, NEXT_N, WIDTH, k=K, candidate_blocks=SLOTS)
+    plan = kernels.plan_decode_step(BATCH, NEXT_N, WIDTH, k=K, candidate_blocks=SLOTS, overlap=True)
     level = plan.candidates
     step(kernels, plan, candidates="choose")
     (scored, logits), (_, choice), (_, topk), (_, decode), *_ = blocks(kernels, driver)
