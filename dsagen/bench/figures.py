@@ -91,8 +91,26 @@ class Figures(Protocol):
         """Plain data for `--json` and evidence; the case under "case", its GPU time under "gpu_us"."""
 
 
+class Compared:
+    """A GPU time beside its floor and its last record, where there are such."""
+
+    gpu_us: float
+    floor_us: float | None
+    record_us: float | None
+
+    @property
+    def floor_ratio(self) -> float | None:
+        """GPU time over the floor."""
+        return None if self.floor_us is None else self.gpu_us / self.floor_us
+
+    @property
+    def slower(self) -> bool:
+        """Whether the case takes notably longer than its last record."""
+        return is_slower(self.gpu_us, self.record_us)
+
+
 @dataclass(frozen=True)
-class CallFigures:
+class CallFigures(Compared):
     """What the figures of a call have in common; an op's add its case and what else was measured.
 
     `gpu_us` is GPU time per call from graph replay over `input_sets` input sets, `spread` its relative p10..p90
@@ -117,16 +135,6 @@ class CallFigures:
     def missed(self) -> tuple[str, ...]:
         """Goals that are not reached, in words; none unless an op has some."""
         return ()
-
-    @property
-    def floor_ratio(self) -> float | None:
-        """GPU time over the floor."""
-        return None if self.floor_us is None else self.gpu_us / self.floor_us
-
-    @property
-    def slower(self) -> bool:
-        """Whether the case takes notably longer than its last record."""
-        return is_slower(self.gpu_us, self.record_us)
 
     def measured_spec(self, spec: DeploymentSpec) -> DeploymentSpec:
         """The spec itself."""
@@ -161,7 +169,7 @@ class CallFigures:
 
 
 @dataclass(frozen=True)
-class DecodeFigures:
+class DecodeFigures(Compared):
     """One case on one device.
 
     `gpu_us` is GPU time per call from graph replay with cold inputs, `spread` its relative p10..p90 distance;
@@ -260,16 +268,6 @@ class DecodeFigures:
     def flops_per_s(self) -> float:
         """Floating-point operations per second of GPU time."""
         return self.case.flops / self.gpu_us * 1e6
-
-    @property
-    def floor_ratio(self) -> float | None:
-        """GPU time over the floor."""
-        return None if self.floor_us is None else self.gpu_us / self.floor_us
-
-    @property
-    def slower(self) -> bool:
-        """Whether the case takes notably longer than its last record."""
-        return is_slower(self.gpu_us, self.record_us)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for `--json` and evidence."""

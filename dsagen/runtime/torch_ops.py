@@ -115,95 +115,24 @@ def _topk(
     )
 
 
-def _paged_logits(method: str) -> Callable[..., Any]:
-    """The op of a method that scores the keys of pages; its outputs come by name."""
+def _logits(method: str, tensors: int, options: tuple[str, ...]) -> Callable[..., Any]:
+    """The op of a method that scores: so many tensors, the kernels' handle, then options by position or name; outputs
+    come by name.
+    """
 
-    def run(
-        q: Tensor,
-        k_cache: Tensor,
-        weights: Tensor,
-        context_lens: Tensor,
-        block_table: Tensor,
-        kernels: str,
-        q_scales: Tensor | None = None,
-        max_seq_len: int | None = None,
-        unscored_up_to: int = 0,
-        fill_neg_inf: bool = False,
-        **outputs: Tensor | None,
-    ) -> Any:
-        return getattr(find(kernels), method)(
-            q,
-            k_cache,
-            weights,
-            context_lens,
-            block_table,
-            q_scales=q_scales,
-            max_seq_len=max_seq_len,
-            unscored_up_to=unscored_up_to,
-            fill_neg_inf=fill_neg_inf,
-            **outputs,
-        )
+    def run(*values: Any, **named: Any) -> Any:
+        given, handle, rest = values[:tensors], values[tensors], values[tensors + 1 :]
+        return getattr(find(handle), method)(*given, **by_name(options, rest, named))
 
     return run
 
 
-_indexer_logits, _indexer_logits_blocks = _paged_logits("indexer_logits"), _paged_logits("indexer_logits_blocks")
-
-
-def _indexer_logits_ragged(
-    q: Tensor,
-    keys: Tensor,
-    key_scales: Tensor,
-    weights: Tensor,
-    starts: Tensor,
-    ends: Tensor,
-    kernels: str,
-    q_scales: Tensor | None = None,
-    max_window: int | None = None,
-    unscored_up_to: int = 0,
-    fill_neg_inf: bool = False,
-    *,
-    out: Tensor | None = None,
-) -> Tensor:
-    return find(kernels).indexer_logits_ragged(
-        q,
-        keys,
-        key_scales,
-        weights,
-        starts,
-        ends,
-        q_scales=q_scales,
-        max_window=max_window,
-        unscored_up_to=unscored_up_to,
-        fill_neg_inf=fill_neg_inf,
-        out=out,
-    )
-
-
-def _indexer_logits_candidates(
-    q: Tensor,
-    k_cache: Tensor,
-    weights: Tensor,
-    context_lens: Tensor,
-    block_table: Tensor,
-    candidate_blocks: Tensor,
-    kernels: str,
-    block_size: int = 8,
-    q_scales: Tensor | None = None,
-    *,
-    out: Tensor | None = None,
-) -> Tensor:
-    return find(kernels).indexer_logits_candidates(
-        q,
-        k_cache,
-        weights,
-        context_lens,
-        block_table,
-        candidate_blocks,
-        block_size=block_size,
-        q_scales=q_scales,
-        out=out,
-    )
+_LOGITS_NAMES, _RAGGED_NAMES = parameters(_LOGITS_OPTIONS), parameters(_RAGGED_OPTIONS)
+_CANDIDATES_NAMES = parameters(_CANDIDATES_OPTIONS)
+_indexer_logits = _logits("indexer_logits", 5, _LOGITS_NAMES)
+_indexer_logits_blocks = _logits("indexer_logits_blocks", 5, _LOGITS_NAMES)
+_indexer_logits_ragged = _logits("indexer_logits_ragged", 6, _RAGGED_NAMES)
+_indexer_logits_candidates = _logits("indexer_logits_candidates", 6, _CANDIDATES_NAMES)
 
 
 def _kv_write(
@@ -276,8 +205,6 @@ def _index_gather(
 
 
 _READ_NAMES = parameters(_READ_OPTIONS)
-_LOGITS_NAMES, _RAGGED_NAMES = parameters(_LOGITS_OPTIONS), parameters(_RAGGED_OPTIONS)
-_CANDIDATES_NAMES = parameters(_CANDIDATES_OPTIONS)
 
 
 # What tracing needs: shapes and dtypes of results. The checks come with the call.

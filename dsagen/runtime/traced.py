@@ -32,6 +32,7 @@ def sparse_decode(
     num_splits = None
     if plan is not None:
         extra = options.get("extra_indices")
+        _require_device(plan, q, "plan_sparse_decode")
         found = (q.shape[0], q.shape[1], indices.shape[-1], 0 if extra is None else extra.shape[-1])
         if found != (plan.batch, plan.s_q, plan.topk, plan.extra_topk):
             raise GuardError(
@@ -48,6 +49,14 @@ def sparse_decode(
         lse = q.new_empty(q.shape[:3], dtype=torch.float32).transpose(1, 2)
     _attend(handle, tensors, {**options, "num_splits": num_splits}, out=out, lse=lse)
     return out, lse
+
+
+def _require_device(plan: SparseDecodePlan | DecodeStepPlan, q: Tensor, maker: str) -> None:
+    """Refuse a plan of another device than q's, which the op would leave unused without a word."""
+    if q.device != plan.device:
+        raise GuardError(
+            f"[T-09] plan: made for device {plan.device}, q is on {q.device}: make a plan for it with {maker}"
+        )
 
 
 def _attend(handle: str, tensors: tuple[Tensor | None, ...], options: dict[str, Any], **outputs: Tensor) -> Any:
@@ -80,6 +89,7 @@ def decode_step(
             f"[T-09] plan: made for batch {shape.batch}, next_n {shape.next_n}, which q does not have: make a plan for "
             "it with plan_decode_step"
         )
+    _require_device(plan, q, "plan_decode_step")
     require_window(not one_cache, window["indices"], window["topk_length"], options["extra_k_cache"])
     out, lse = results
     if out is None:

@@ -26,8 +26,8 @@ def make(**index):
     return fake, Kernels(spec, open_driver=lambda: fake, read=fake_cubins)
 
 
-def step(kernels, plan, page=PAGE, **changes):
-    given = {
+def inputs(page=PAGE):
+    return {
         "q": torch.zeros(BATCH, NEXT_N, 16, 576).bfloat16(),
         "k_cache": torch.zeros(PAGES, page, 1, 656, dtype=torch.uint8),
         "index_q": torch.zeros(BATCH, NEXT_N, 24, 128, dtype=torch.uint8),
@@ -36,7 +36,10 @@ def step(kernels, plan, page=PAGE, **changes):
         "context_lens": torch.zeros(BATCH, NEXT_N, dtype=torch.int32),
         "block_table": torch.zeros(BATCH, 13, dtype=torch.int32),
     }
-    return kernels.decode_step(**{**given, **changes}, plan=plan)
+
+
+def step(kernels, plan, page=PAGE, **changes):
+    return kernels.decode_step(**{**inputs(page), **changes}, plan=plan)
 
 
 def blocks(kernels, driver):
@@ -146,13 +149,7 @@ def test_what_layers_write_of_blocks_is_poisoned_on_request(monkeypatch):
 def op_arguments(kernels, slots=SLOTS, **changes):
     rows = {"blocks": torch.zeros(ROWS, slots, dtype=torch.int32), "pages": torch.zeros(ROWS, slots, dtype=torch.int32)}
     given = {
-        "q": torch.zeros(BATCH, NEXT_N, 16, 576).bfloat16(),
-        "k_cache": torch.zeros(PAGES, PAGE, 1, 656, dtype=torch.uint8),
-        "index_q": torch.zeros(BATCH, NEXT_N, 24, 128, dtype=torch.uint8),
-        "index_cache": torch.zeros(PAGES, PAGE, 1, 132, dtype=torch.uint8),
-        "weights": torch.zeros(ROWS, 24),
-        "context_lens": torch.zeros(BATCH, NEXT_N, dtype=torch.int32),
-        "block_table": torch.zeros(BATCH, 13, dtype=torch.int32),
+        **inputs(),
         "kernels": kernels.handle,
         "max_seq_len": WIDTH,
         "k": K,
@@ -213,6 +210,13 @@ def test_traced_layers_use_what_was_chosen_alone(monkeypatch):
     ):
         with pytest.raises(GuardError, match=rf"^\[T-22\] candidates: {text}"):
             step(kernels, which, candidates=wrong)
+    for which in (plan, plain):
+        here, which.device = which.device, torch.device("meta")
+        with pytest.raises(
+            GuardError, match=r"^\[T-09\] plan: made for device meta, q is on cpu: make a plan for it with"
+        ):
+            step(kernels, which, candidates="choose" if which is plan else None)
+        which.device = here
     plan.has_ids = True
     nothing = dict.fromkeys(("index_q", "index_cache", "weights", "context_lens", "block_table"))
     with pytest.raises(GuardError, match=r"^\[T-22\] candidates: given with reuse_ids"):

@@ -31,7 +31,7 @@ def traced(call, **given):
     return torch.compile(call, fullgraph=True, backend="eager")(**given)
 
 
-@pytest.mark.parametrize("wrong", ["number", "of others", "of another shape"])
+@pytest.mark.parametrize("wrong", ["number", "of others", "of another shape", "of another device"])
 def test_a_traced_call_with_a_plan_that_is_not_its_own_is_refused(wrong):
     decode, others, select = (make(NativeFakeDriver, spec, registers)[1] for spec, registers in (
         (DECODE, 128), (DECODE, 128), (TOPK_SPEC, 60)))  # fmt: skip
@@ -42,10 +42,18 @@ def test_a_traced_call_with_a_plan_that_is_not_its_own_is_refused(wrong):
             others.plan_sparse_decode(BATCH, S_Q, TOPK),
             make(NativeFakeDriver, TOPK_SPEC, 60)[1].plan_topk(3, 131072, 64),
         ),
+        "of another device": (
+            decode.plan_sparse_decode(*CALLS["decode few"][2]()["indices"].shape),
+            select.plan_topk(3, 131072, 64),
+        ),
         "of another shape": (decode.plan_sparse_decode(1, S_Q, TOPK), select.plan_topk(2, 131072, 64)),
     }
-    said = "made for" if "shape" in wrong else "was not made by these kernels"
+    said = {"of another shape": "made for", "of another device": "made for device cuda:1, .*cpu"}.get(
+        wrong, "was not made by these kernels"
+    )
     of_decode, of_topk = plans[wrong]
+    if "device" in wrong:
+        of_decode.device = of_topk.device = torch.device("cuda:1")
     with pytest.raises(Exception, match=rf"\[T-09\] plan: {said}"):
         traced(lambda **given: decode.sparse_decode(**given, plan=of_decode), **CALLS["decode few"][2]())
     with pytest.raises(Exception, match=rf"\[T-09\] plan: {said}"):
