@@ -180,7 +180,10 @@ def stage_calls(
         )  # fmt: skip
         level, scales = plan.candidates, {"q_scales": item.index_q_scales}
         if case.selects == USE:
-            scored.append(partial(kernels.indexer_logits_candidates, *given, level.blocks, out=level.compact, **scales))
+            scores = partial(
+                kernels.indexer_logits_candidates, *given, level.blocks, max_seq_len=case.context, **scales
+            )
+            scored.append(partial(scores, out=level.compact))
             selected.append(
                 partial(
                     kernels.topk, level.compact, k=case.selected, page_table=level.pages, page_size=BLOCK_KEYS,

@@ -179,6 +179,8 @@ def _candidate_cases() -> Iterator[StepCase]:
 
     for lengths in (Lengths.EDGES, Lengths.BEYOND, Lengths.EMPTY, Lengths.PER_REQUEST, Lengths.WHOLE):
         yield case(f"lengths.{lengths}", 4, 2, 200, lengths=lengths)
+    # Blocks of 8 that end behind the keys that the step is for, which longer lengths would show.
+    yield case("lengths.beyond.width203", 4, 2, 203, lengths=Lengths.BEYOND)
     yield case("contents.normal", next_n=2, contents=Contents.NORMAL, layers=CHOSEN_SHARED)
     # Pages of index keys that blocks lie across, and pages of one block and of some of the KV cache.
     for size, kv_size in ((5, 24), (64, 8), (8, 64)):

@@ -88,7 +88,9 @@ class References:
 
     def inside(self, index: LogitsInputs, chosen: Tensor) -> Tensor:
         """Scores [rows, slots x 8] of the keys in chosen blocks, as the kernels' dtype holds them."""
-        found = candidates_reference(*index.tensors, chosen, self._record, BLOCK_KEYS, **index.named)
+        found = candidates_reference(
+            *index.tensors, chosen, self._record, BLOCK_KEYS, max_seq_len=self.case.width, **index.named
+        )
         return found.to(SCORE_DTYPES[str(self.spec.scores)])
 
     def select_inside(self, compact: Tensor, index: LogitsInputs, chosen: Tensor) -> Selection:

@@ -68,7 +68,7 @@ OP_CALLS: Mapping[str, OpCall] = {
     "indexer_logits": OpCall(LOGITS_FORM, {"max_seq_len": None, "unscored_up_to": 0, "fill_neg_inf": False}),
     "indexer_logits_blocks": OpCall(BLOCKS_FORM, {"max_seq_len": None, "unscored_up_to": 0, "fill_neg_inf": False}),
     "indexer_logits_ragged": OpCall(RAGGED_FORM, {"max_window": None, "unscored_up_to": 0, "fill_neg_inf": False}),
-    "indexer_logits_candidates": OpCall(CANDIDATES_FORM, {"block_size": 8}),
+    "indexer_logits_candidates": OpCall(CANDIDATES_FORM, {"block_size": 8, "max_seq_len": None}),
     "kv_write": OpCall(CACHE_FORMS["write"], {"extra": False}),
     "kv_read": OpCall(CACHE_FORMS["read"], {"extra": False, "rows": None}),
     "kv_convert": OpCall(CACHE_FORMS["convert"], {"extra": False}),

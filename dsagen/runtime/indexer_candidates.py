@@ -6,7 +6,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dsagen.families.indexer_logits.guards import BLOCK_GUARD, BLOCK_SIZE_GUARD, SLOTS_GUARD, TOKENS_GUARD
+from dsagen.families.indexer_logits.guards import (
+    BLOCK_GUARD,
+    BLOCK_SIZE_GUARD,
+    SLOTS_GUARD,
+    TOKENS_GUARD,
+    WIDTH_GUARD,
+)
 from dsagen.families.indexer_logits.op import LogitsShape
 from dsagen.guard import check, require_int
 from dsagen.runtime.driver import Driver
@@ -53,17 +59,19 @@ class CandidateTensors(NamedTuple):
         return [*self.paged.given(), ("candidate_blocks", self.candidate_blocks)]
 
 
-# The scalar of a call is block_size as given.
+# Scalars of a call are block_size and max_seq_len as given.
 FORM = CallForm(
     METHOD,
     CandidateTensors._fields,
     frozenset({"out"}),
-    1,
+    2,
     {**PAGED_FORM.addresses, "candidates": "candidate_blocks"},
 )
 
 
-def bind_candidates(t: CandidateTensors, block_size: int, spec: DeploymentSpec, driver: Driver) -> LogitsCall:
+def bind_candidates(
+    t: CandidateTensors, block_size: int, max_seq_len: int | None, spec: DeploymentSpec, driver: Driver
+) -> LogitsCall:
     """Check a call; GuardError for the first thing that does not fit. Its shape's width are the columns of scores."""
     require_kinds(t.given(), t.q, driver)
     index = index_of(spec)
@@ -72,6 +80,9 @@ def bind_candidates(t: CandidateTensors, block_size: int, spec: DeploymentSpec, 
     check([TOKENS_GUARD], {"batch": batch, "next_n": next_n})
     check([BLOCK_SIZE_GUARD], {"block_size": require_int("block_size", block_size)})
     paged = paged_arguments(t.paged, index)
+    if max_seq_len is not None:
+        check([WIDTH_GUARD], {"width": require_int("max_seq_len", max_seq_len)})
+        paged |= {"most_keys": min(max_seq_len, int(paged["most_keys"]))}
     rule = TensorRule("candidate_blocks", ("int32",), "[batch * next_n, slots]", (batch * next_n, None))
     require(rule, t.candidate_blocks)
     slots = int(t.candidate_blocks.shape[1])

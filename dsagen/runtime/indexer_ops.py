@@ -243,6 +243,7 @@ class IndexerOps(OpMethods):
         *,
         block_size: int = 8,
         q_scales: torch.Tensor | None = None,
+        max_seq_len: int | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As indexer_logits, of the keys in each token's candidate blocks alone: V4.1's second level.
@@ -251,6 +252,7 @@ class IndexerOps(OpMethods):
           block_size - 1 that follow; negative for none, in any order and place. With DSAGEN_CHECK_INDICES a block past
           all that block_table names is an error
         - block_size: 8 or 16 keys, of pages of any size
+        - max_seq_len: what longer lengths are bounded to, without it the keys that block_table names
         - out: [batch x next_n, slots x block_size] of the spec's scores, allocated where not given: column
           s x block_size + i is the i-th key of slot s
 
@@ -265,13 +267,14 @@ class IndexerOps(OpMethods):
                 out,
                 block_size=block_size,
                 q_scales=q_scales,
+                max_seq_len=max_seq_len,
             )
         tensors = CandidateTensors(q, k_cache, weights, context_lens, block_table, candidate_blocks, q_scales, out)
-        repeated = False if self._checks_values else self._candidate_launches.repeat(*tensors, block_size)
+        repeated = False if self._checks_values else self._candidate_launches.repeat(*tensors, block_size, max_seq_len)
         if repeated is not False:
             return out if repeated is True else repeated[0]  # type: ignore[return-value]
         self._require_form("candidates", CANDIDATES_METHOD)
-        shape, arguments = bind_candidates(tensors, block_size, self.spec, self._driver)
+        shape, arguments = bind_candidates(tensors, block_size, max_seq_len, self.spec, self._driver)
         plan, ordinal = self._require_pages(CANDIDATES, shape, tensors.paged, arguments)
         if self._checks_values and shape.tokens:
             check_blocks(tensors, block_size)
@@ -279,7 +282,7 @@ class IndexerOps(OpMethods):
         if shape.tokens and shape.width:
             part = partition_of(plan, shape, self._on(ordinal).facts.sm_count)
             self._launch_logits(
-                self._candidate_launches, plan, part, ordinal, arguments, tensors, (block_size,), result
+                self._candidate_launches, plan, part, ordinal, arguments, tensors, (block_size, max_seq_len), result
             )
         return result
 

@@ -125,7 +125,14 @@ class StepSelection(IndexerOps, TopkOps):
         if self._poisons:
             level.poison(chooses=False)
         index = self._index_of(plan, given)
-        self.indexer_logits_candidates(*index, level.blocks, q_scales=given.index_q_scales, out=level.compact)
+        # The last block may reach behind the keys that a step is for.
+        self.indexer_logits_candidates(
+            *index,
+            level.blocks,
+            q_scales=given.index_q_scales,
+            max_seq_len=plan.shape.max_seq_len,
+            out=level.compact,
+        )
         self.topk(
             level.compact,
             k=plan.shape.k,

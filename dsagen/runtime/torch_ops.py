@@ -44,7 +44,7 @@ _GATHER_OPTIONS = "Tensor? token_starts=None"
 _LOGITS = "Tensor q, Tensor k_cache, Tensor weights, Tensor context_lens, Tensor block_table, str kernels"
 _RAGGED = "Tensor q, Tensor keys, Tensor key_scales, Tensor weights, Tensor starts, Tensor ends, str kernels"
 _CANDIDATES = _LOGITS.replace(", str kernels", ", Tensor candidate_blocks, str kernels")
-_CANDIDATES_OPTIONS = "int block_size=8, Tensor? q_scales=None"
+_CANDIDATES_OPTIONS = "int block_size=8, Tensor? q_scales=None, SymInt? max_seq_len=None"
 _LOGITS_OPTIONS = "Tensor? q_scales=None, SymInt? max_seq_len=None, int unscored_up_to=0, bool fill_neg_inf=False"
 _RAGGED_OPTIONS = _LOGITS_OPTIONS.replace("max_seq_len", "max_window")
 SCHEMAS = {

@@ -331,7 +331,7 @@ class EmulatedCandidates:
     ) -> torch.Tensor:
         given = CandidateTensors(*tensors, q_scales, out)
         driver = EmulatorDriver(arch_row(self.spec.archs[0]))
-        shape, arguments = bind_candidates(given, block_size, self.spec, driver)
+        shape, arguments = bind_candidates(given, block_size, None, self.spec, driver)
         part = partition_of(self.kernel.plan, shape, self.sms)
         values = {**arguments, **shared_values(part), **out_arguments(out)}
         memory = placed(given, CANDIDATES_FORM, values)

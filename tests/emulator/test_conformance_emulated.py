@@ -77,7 +77,7 @@ STEP_CORE = (
     r"|apart|graph)"
 )
 STEP_CANDIDATES = (
-    r"step\.candidates\.(lengths\.(edges|beyond|per_request)|contents\.normal|page\..*|blocks(1|5|60)|k\d+|splits"
+    r"step\.candidates\.(lengths\.(edges|beyond.*|per_request)|contents\.normal|page\..*|blocks(1|5|60)|k\d+|splits"
     r"|layers|apart)"
 )
 STEP_V41: Mapping[str, Any] = {

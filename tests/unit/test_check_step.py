@@ -127,7 +127,8 @@ class ModelStep:
     def select_inside(self, plan, index, kv_table, page_size):
         level, record = plan.candidates, index_format("fp8")
         blocks = level.blocks.long()
-        inside = candidates_reference(*index, blocks, record, BLOCK)
+        most = None if self.defect == "sees keys behind max_seq_len" else plan.scores.shape[1]
+        inside = candidates_reference(*index, blocks, record, BLOCK, max_seq_len=most)
         if self.defect == "takes a key that is not seen":
             inside = inside.masked_fill(inside == -torch.inf, -1e3)
         if self.defect == "leaves a slot unwritten":
@@ -229,7 +230,9 @@ def choosing_cases(*names):
 
 @pytest.mark.parametrize("scores", ["fp32", "bf16"])
 def test_a_right_chain_with_candidate_blocks_passes(scores):
-    cases = choosing_cases("lengths.edges", "contents.normal", "page.5.kv24", "blocks1", "layers")
+    cases = choosing_cases(
+        "lengths.edges", "lengths.beyond.width203", "contents.normal", "page.5.kv24", "blocks1", "layers"
+    )
     results = results_of({**CHOOSING, "scores": scores}, cases)
     assert [(r.name, r.problem) for r in results if r.status != "passed"] == []
 
@@ -242,6 +245,7 @@ def test_a_right_chain_with_candidate_blocks_passes(scores):
         ("gives blocks in another order", "blocks5", r"candidates\.blocks"),
         ("selects among all keys in later layers", "lengths.whole", "ids as a set"),
         ("takes a key that is not seen", "lengths.edges", "keys that are seen in candidate blocks"),
+        ("sees keys behind max_seq_len", "lengths.beyond.width203", "keys that are seen in candidate blocks"),
         ("leaves a slot unwritten", "blocks5", "keys that are seen in candidate blocks"),
         ("takes pages of blocks for blocks", "page.64.kv8", "ids as a set"),
         ("forgets what was selected", "layers", "layer 1"),

@@ -70,6 +70,16 @@ def test_block_of_a_call():
     assert (block["unit_tokens"], block["unit_count"], block["blocks"], record.config.grid) == (1, 3, 6, 6)
 
 
+@pytest.mark.parametrize(("longest", "bound"), [(0, 0), (203, 203), (244, 244), (245, 244), (None, 244)])
+def test_lengths_are_bounded_to_what_the_table_names_and_to_max_seq_len(longest, bound):
+    driver, kernels = make()
+    kernels.indexer_logits_candidates(**tensors(), max_seq_len=longest)
+    assert block_of(kernels, driver)[1]["most_keys"] == bound
+    for wrong, text in ((-1, r"\[IL-06\] max_seq_len: -1 is outside"), (2.0, r"\[T-\d+\] max_seq_len: ")):
+        with pytest.raises(GuardError, match=text):
+            kernels.indexer_logits_candidates(**tensors(), max_seq_len=wrong)
+
+
 def test_blocks_of_16_and_a_given_out():
     driver, kernels = make(keys="mxfp4")
     q, pool = codes(BATCH, NEXT_N, 24, 64), codes(9, 61, 1, 68)

@@ -160,13 +160,15 @@ def candidates_reference(
     block_size: int,
     *,
     q_scales: Tensor | None = None,
+    max_seq_len: int | None = None,
 ) -> Tensor:
     """Scores fp64 [batch * next_n, slots * block_size] of the keys in candidate_blocks [batch * next_n, slots].
 
     Column s * block_size + i is key candidate_blocks[t, s] * block_size + i; -inf where the slot is negative, and where
-    the token does not see the key.
+    the token does not see the key. Lengths are bounded to what the table names, and to `max_seq_len`.
     """
     width = block_table.shape[1] * k_cache.shape[1]
+    width = width if max_seq_len is None else min(width, max_seq_len)
     given = (q, k_cache, weights, context_lens, block_table, record, width)
     every, seen = logits_reference(*given, q_scales=q_scales)
     inside = torch.arange(block_size, device=q.device)
