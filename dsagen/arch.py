@@ -88,6 +88,11 @@ class Arch:
         return self.compute_capability >= (9, 0)
 
     @property
+    def has_clusters(self) -> bool:
+        """Whether CTAs can be launched in clusters, which reach each other's shared memory."""
+        return self.compute_capability >= (9, 0)
+
+    @property
     def has_setmaxnreg(self) -> bool:
         """Whether warpgroups can hand registers to each other."""
         return self.compute_capability >= (9, 0) and self.suffix == "a"

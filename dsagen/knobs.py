@@ -328,6 +328,14 @@ INDEXER_LOGITS_BODY: Knob[str | None] = Knob(
     "the spec takes its sums.",
     partial(_parse_choice, choices=BODIES),
 )
+TOPK_CLUSTER: Knob[int | None] = Knob(
+    "DSAGEN_TOPK_CLUSTER",
+    "1|2|4|8",
+    None,
+    "2, 4 or 8: let clusters of so many CTAs share the rows of topk wherever they fit; 1: never. Default: the largest "
+    "that fits, where one CTA cannot hold a row.",
+    lambda text: int(_parse_choice(text, ("1", "2", "4", "8"))),
+)
 DEBUG_SYNC: Knob[bool] = Knob(
     "DSAGEN_DEBUG_SYNC",
     "bool",

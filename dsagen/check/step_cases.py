@@ -155,7 +155,7 @@ _SHARED_WIDTHS = (33_000, 66_000)
 
 
 def _counted_cases() -> Iterator[StepCase]:
-    """Rows that blocks share: one beside a token that sees no key, and those of a request's tokens."""
+    """Rows that blocks share, if no clusters hold them: one beside a token that sees no key, a request's tokens."""
     for width in _SHARED_WIDTHS:
         yield StepCase(f"{PREFIX}.counted.one_long.{width}", 2, 1, width, lengths=Lengths.ONE_LONG)
     yield StepCase(f"{PREFIX}.counted.next_n2", 1, 2, 33_000, 200, lengths=Lengths.PER_REQUEST, page_size=61)
@@ -167,6 +167,8 @@ def _large_counted_cases() -> Iterator[StepCase]:
         more: dict[str, Any] = {"contents": Contents.NORMAL, "layers": SHARED[:2], "probe": probe}
         yield StepCase(f"{PREFIX}.counted.large.{probe}", 3, 1, 70_000, 2048, **more)
     yield StepCase(f"{PREFIX}.counted.large.b16", 16, 1, 70_000, 2048, contents=Contents.NORMAL)
+    # Longer than clusters hold.
+    yield StepCase(f"{PREFIX}.counted.large.past_clusters", 2, 1, 530_000, 2048, lengths=Lengths.ONE_LONG)
 
 
 def _candidate_cases() -> Iterator[StepCase]:

@@ -21,16 +21,18 @@ FAR_ROW_ELEMENTS = (1 << 32) + 64
 FAR_OUT_ELEMENTS = (1 << 31) + 64
 PEER_ROWS, PEER_SLOTS, PEER_WIDTHS = (1, 32, 2050), (512, 1024, 2048, 3000), (20_000, 300_000)
 # (rows, width) for each way to run a call, in either dtype of scores, on devices of 20 to 188 SMs: blocks that hold a
-# row, of two sizes where the device has both, the small ones with more rows than blocks; few long rows, shared by two
-# to many blocks; as many long rows as SMs at most, and more.
+# row, of two sizes where the device has both, the small ones with more rows than blocks; few long rows, in the shared
+# memory of clusters where there are any, or shared by two to many blocks; as many long rows as SMs at most, and more.
 BODIES: Mapping[str, tuple[int, int]] = {
     "held_small": (900, 4001),
     "held_short": (20, 6_001),
     "held": (20, 20_001),
+    "clustered_short": (3, 40_001),
+    "clustered": (3, 100_001),
     "shared_by_three": (44, 100_001),
     "shared_by_six": (20, 70_001),
-    "shared": (3, 300_001),
-    "swept_alone": (64, 70_001),
+    "shared": (3, 600_001),
+    "swept_alone": (80, 70_001),
     "swept": (200, 70_001),
 }
 PAGE_SIZES = (1, 2, 5, 48, 61, 64, 69, 256)

@@ -165,6 +165,7 @@ def _decode_lines(selection: Selection, batch: int, s_q: int, topk: int | None, 
 
 def _topk_lines(selection: Selection, rows: int, topk: int | None, width: int | None, sms: int | None) -> list[str]:
     """What a top-k call takes on each arch; none where the spec has no such op."""
+    from dsagen import knobs
     from dsagen.families.topk.op import TopkShape, explain_call
 
     spec, archs = selection.spec, _archs_of(selection, "topk")
@@ -176,7 +177,8 @@ def _topk_lines(selection: Selection, rows: int, topk: int | None, width: int | 
         title, count = _multiprocessors(selection, name, sms)
         lines.append(title)
         if count is not None:
-            lines.append(explain_call(_plans_by_kernel(selection, "topk", name), shape, count))
+            plans = _plans_by_kernel(selection, "topk", name)
+            lines.append(explain_call(plans, shape, count, cluster=knobs.TOPK_CLUSTER.get()))
     return lines
 
 

@@ -194,6 +194,7 @@ class Kernels(CacheOps, IndexCacheOps, StepOps):
         self._topk_plans = PlanCache(dropped=self._topk_routes.forget)
         self._step_plans = PlanCache()
         self._topk_choices: dict[tuple[int, TopkShape], TopkCandidate] = {}
+        self._topk_clusters, self._topk_cluster = {}, knobs.TOPK_CLUSTER.get()
         self._lock = threading.RLock()
         self._default = self._driver.current_device() if device is None else self._ordinal(device)
         self._loader.fetch(self._on(self._default).plans)
@@ -300,7 +301,8 @@ class Kernels(CacheOps, IndexCacheOps, StepOps):
             rows = require_int("batch", batch) * require_int("s_q", s_q)
             wanted = TopkShape(rows, columns, slots, capacity)
             plans = {role: plans for (name, role), plans in kernels.by_role.items() if name == TOPK_OP}
-            return f"{head}\n{explain_call(plans, wanted, facts.sm_count)}"
+            options = facts.sm_count, self._clusters_for_topk(kernels.ordinal, wanted), self._topk_cluster
+            return f"{head}\n{explain_call(plans, wanted, *options)}"
         if extra_topk is None:
             extra_topk = self.spec.extra_topk
         shape = self._shape(batch, s_q, self.spec.topk if topk is None else topk, extra_topk)

@@ -365,12 +365,16 @@ class StepOps(StepSelection, DecodeOps):
         values = {"next_n": shape.next_n, "counted": most_counted(self._on(ordinal).by_role[LOGITS, COUNTED][0])}
         # As the plan's own scores lie: at multiples of 16 bytes.
         selection = TopkShape(shape.rows, shape.max_seq_len, shape.k, self.spec.most_selected)
-        shares = self._choose_topk(ordinal, selection).split is not None
+        chosen = self._choose_topk(ordinal, selection)
+        shares = chosen.split is not None
         if asked:
             check([COUNTED_GUARD], values)
             if not shares:
+                rows = f"{shape.rows} rows of {shape.max_seq_len} scores"
                 text = "of so many rows that long top-k has no pass that counts could take the place of: leave it out"
-                raise GuardError(f"[T-22] histogram: {shape.rows} rows of {shape.max_seq_len} scores: {text}")
+                if chosen.cluster > 1:
+                    text += f", or set DSAGEN_TOPK_CLUSTER=1, for clusters of {chosen.cluster} CTAs hold them"
+                raise GuardError(f"[T-22] histogram: {rows}: {text}")
             return True
         return shares and shape.rows <= MOST_COUNTED_ROWS and COUNTED_GUARD.holds(values)
 

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dsagen.errors import FrozenError, GuardError
+from dsagen.families.topk.geometry import CLUSTER_SIZES
 from dsagen.families.topk.guards import ROWS_GUARD, WIDTH_GUARD
-from dsagen.families.topk.op import Candidate, TopkShape, choose, most_lead
+from dsagen.families.topk.op import Candidate, Clusters, TopkShape, candidates, choose, most_lead
 from dsagen.guard import check, rename, require_bool, require_int
 from dsagen.plan import KernelPlan
 from dsagen.runtime import traced
-from dsagen.runtime.launch import OpLaunches, OpRoutes, Step
+from dsagen.runtime.launch import OpLaunches, OpRoutes, Step, launch_config
 from dsagen.runtime.op_methods import OpMethods
 from dsagen.runtime.plan_cache import PlanCache
 from dsagen.runtime.topk import (
@@ -47,6 +48,9 @@ class TopkOps(OpMethods):
     _topk_plans: PlanCache[tuple[int, int, int, int, int], TopkPlan]
     # What `choose` has said, by device and shape.
     _topk_choices: dict[tuple[int, TopkShape], Candidate]
+    # Clusters that devices hold at once, by their ordinals, and the size that DSAGEN_TOPK_CLUSTER asks for.
+    _topk_clusters: dict[int, Clusters]
+    _topk_cluster: int | None
 
     def topk(
         self,
@@ -134,7 +138,7 @@ class TopkOps(OpMethods):
                 plan.claim(stream)
                 launches, held = plan.launches, plan.arguments()
             kernels = self._topk_kernels(ordinal, chosen, plan is not None and plan.is_dependent)
-            steps = [Step(self._loader.load(kernel, ordinal), chosen.ctas) for kernel in kernels]
+            steps = [Step(self._loader.load(kernel, ordinal), chosen.ctas, chosen.cluster) for kernel in kernels]
             values = {**arguments, **output_arguments(tensors, result), **held, "row_step": chosen.ctas}
             self._launch_topk(launches, steps, stream, values, plan, (tensors, result, scalars))
             # A captured call has a plan that it shares with none but those of its graph.
@@ -266,11 +270,30 @@ class TopkOps(OpMethods):
         if found is None:
             on = self._on(ordinal)
             plans = {role: plans for (op, role), plans in on.by_role.items() if op == OP}
-            found = choose(plans, shape, on.facts.sm_count)
+            options = on.facts.sm_count, self._clusters_for_topk(ordinal, shape), self._topk_cluster
+            found = choose(plans, shape, *options)
             if len(self._topk_choices) >= _MAX_CHOICES:
                 self._topk_choices.clear()
             self._topk_choices[ordinal, shape] = found
         return found
+
+    def _clusters_for_topk(self, ordinal: int, shape: TopkShape) -> Clusters:
+        """Clusters that the device holds at once; as many as there could be where a call takes none in any case."""
+        on = self._on(ordinal)
+        most = {size: on.facts.sm_count // size for size in CLUSTER_SIZES}
+        plans = {role: plans for (op, role), plans in on.by_role.items() if op == OP}
+        judged = candidates(plans, shape, on.facts.sm_count, most, self._topk_cluster)
+        wanted = next(found for found in judged if not found.refused)
+        if wanted.cluster == 1:
+            return most
+        if ordinal not in self._topk_clusters:
+            kernel = self._loader.load(wanted.plans[0], ordinal)
+            steps = {size: Step(kernel, size * count, size) for size, count in most.items()}
+            self._topk_clusters[ordinal] = {
+                size: self._driver.most_clusters(ordinal, kernel.handle, launch_config(step, 0))
+                for size, step in steps.items()
+            }
+        return self._topk_clusters[ordinal]
 
     def _shared_topk_plan(self, shape: tuple[int, int, int], ordinal: int, stream: int) -> TopkPlan:
         key = (*shape, ordinal, stream)

@@ -39,7 +39,7 @@ from dsagen.families.indexer_logits.forms import BLOCKS, COUNTED, FORMS
 from dsagen.families.kv_cache.reference import convert_reference, read_reference, write_reference
 from dsagen.families.sparse_decode import family as decode_family
 from dsagen.families.sparse_decode import hopper
-from dsagen.families.topk.family import COUNT, SELECT, split_variants
+from dsagen.families.topk.family import CLUSTER, COUNT, SELECT, split_variants
 from dsagen.family import families, family_of_op
 from dsagen.kv_format import kv_format
 from dsagen.plan import Variant
@@ -147,7 +147,8 @@ def kernel_of(slug: str) -> Kernel:
 
 def attempts_of(kernel: Kernel) -> list[Attempt]:
     """So many that every kind of input has its turn, and every schedule."""
-    return list(_ATTEMPTS if kernel.plan.variant.kernel == SELECT else _ATTEMPTS[:_USUAL_ATTEMPTS])
+    variant = kernel.plan.variant
+    return list(_ATTEMPTS if variant.kernel == SELECT or variant.body == CLUSTER else _ATTEMPTS[:_USUAL_ATTEMPTS])
 
 
 def outcome(kernel: Kernel, attempts: list[Attempt]) -> tuple[str, Attempt | None]:
@@ -216,6 +217,19 @@ def _run_select(kernel: Kernel, attempt: Attempt) -> str:
         # And so many are more than the list of some archs has room for, so that another row is in no order, either.
         last = replace(calls[5], width=wide, ordered=False)
         calls = (*calls[:2], many, replace(calls[3], width=wide), calls[4], last)
+    if variant.body == CLUSTER:
+        # Of what a guess gives, in balanced lists, in a long one, with many equals, and in order; then lists that fit,
+        # that fit after more digits, and that never do, of rows in several batches.
+        wide = 41_001 if score == "fp32" else 82_001
+        guessed = [
+            Scores(values, wide, k=2048, ordered=False) for values in (topk.normal, topk.descending, topk.eighths)
+        ]
+        calls = (
+            *guessed, replace(calls[3], width=26_001), Scores(topk.normal, wide, k=2048),
+            replace(calls[1], ordered=False), replace(calls[4], width=wide, k=wide),
+            Scores(topk.one_binade, wide, k=2048),
+        )  # fmt: skip
+        calls = tuple(replace(call, cluster=2 << n % 3) for n, call in enumerate(calls))
     call = topk.make_call(calls[attempt.seed % len(calls)], score)
     return topk.problem(call, kernel, attempt.seed, attempt.schedule)
 

@@ -26,6 +26,12 @@ LENGTHS = (5000, 700, 20)
 SPEC = load_spec("v32_decode_histogram_h16")
 
 
+@pytest.fixture(autouse=True)
+def no_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks share rows as where no clusters hold them."""
+    monkeypatch.setenv("DSAGEN_TOPK_CLUSTER", "1")
+
+
 def load(launches: list[EmulatedLaunch] | None = None) -> Any:
     observe = None if launches is None else launches.append
     return dsagen.load(SPEC, device=DEVICE, emulator=EmulatorOptions(seed=1, threads=1, observe=observe))

@@ -49,15 +49,18 @@ UPDATE = (
 )
 # Another nvcc gives other instructions. The pin is pyproject.toml's.
 NVCC = "13.0"
+# Cases whose rows are in no cluster, though they fit one.
+SHARED, COUNTED = "golden.shared", "golden.counted"
 # Calls that reach every kernel between them. Two splits, so that there is a combine; rows that a tile does not divide.
-# Of top-k: rows off 16 B with a window inside, short ones, more rows than SMs, few rows that blocks share, more and
-# longer ones than are kept.
+# Of top-k: rows off 16 B with a window inside, short ones, more rows than SMs, few rows that a cluster holds, or that
+# blocks share, more and longer ones than are kept.
 CASES: tuple[Case, ...] = (
     DecodeCase("golden", batch=2, s_q=1, kv_tokens=300, topk=200, page_size=64, num_splits=2),
     TopkCase("golden", 2, 9001, 512, Scores.NORMAL, Windows.BOTH, Ids.PAGED, 61, misaligned=1),
     TopkCase("golden.short", 2, 300, 64),
     TopkCase("golden.rows", 133, 300, 64),
-    TopkCase("golden.shared", 1, 70_000, 512),
+    TopkCase("golden.clustered", 1, 70_000, 512),
+    TopkCase(SHARED, 1, 70_000, 512),
     TopkCase("golden.many", 133, 17_001, 64),
     TopkCase("golden.long", 70, 70_000, 64),
     LogitsCase("golden", 2, 2, 1000, 64, lengths=Lengths.WHOLE),
@@ -65,10 +68,12 @@ CASES: tuple[Case, ...] = (
     *(IndexCacheCase(f"golden.{action}", action) for action in IndexAction),
     RaggedCase("golden", 21, 1000, windows=RaggedWindows.PROMPTS),
     CandidateCase("golden", LogitsCase("", 2, 2, 1000, 64), 120),
-    # Steps whose rows a block holds, and some that blocks share, of a few keys; of one token scores may be counted.
+    # Steps whose rows a block holds, and some that a cluster holds or blocks share, of a few keys; of one token scores
+    # may be counted.
     StepCase("golden", 2, 2, 1000, 200, lengths=Lengths.WHOLE, num_splits=2),
-    StepCase("golden.shared", 1, 5, 40_000, 32, lengths=Lengths.EDGES),
-    StepCase("golden.counted", 4, 1, 40_000, 32, lengths=Lengths.EDGES),
+    StepCase("golden.clustered", 1, 5, 40_000, 32, lengths=Lengths.EDGES),
+    StepCase(SHARED, 1, 5, 40_000, 32, lengths=Lengths.EDGES),
+    StepCase(COUNTED, 4, 1, 40_000, 32, lengths=Lengths.EDGES),
     *(KvCase(f"golden.{action}.{extra}", action, extra) for action in Action for extra in (False, True)),
 )
 
@@ -78,7 +83,10 @@ def measure(name: str, case: Case, seed: int = 0) -> dict[str, Counters]:
     launches: list[EmulatedLaunch] = []
     # CTAs that meet in atomics of global memory do so in one order on one thread.
     options = EmulatorOptions(seed=seed, races=False, threads=1, counters=True, observe=launches.append)
-    kernels = load(name, device=DEVICE, emulator=options)
+    with pytest.MonkeyPatch.context() as patch:
+        if case.name in (SHARED, COUNTED):
+            patch.setenv("DSAGEN_TOPK_CLUSTER", "1")
+        kernels = load(name, device=DEVICE, emulator=options)
     case = fitted(case, kernels.spec)
     result, _ = run_case(RUNS[type(case)](case, lambda _: kernels, torch.device("cpu"), 1))  # type: ignore[arg-type]
     assert result.status == "passed", result.problem

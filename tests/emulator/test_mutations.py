@@ -47,6 +47,7 @@ LACKING = "the emulator does not have this instruction"
 _MAIN = "sparse_decode-main-*"
 _HOPPER = "sparse_decode-main-hopper-*"
 _RESIDENT = "topk-main-row_resident-*"
+_CLUSTER = "topk-main-row_cluster-*"
 _LATER_SWEEP = ("first ? count<true>(t, bits) : ", "row.await(batch++);")
 EQUIVALENTS = (
     Equivalent(
@@ -163,6 +164,10 @@ EQUIVALENTS = (
     Equivalent(
         _RESIDENT, ("relaxed",), ("if (!scores.taken_unread(k)) Copy::start(", "ptx::mbarrier_arrive_expect("),
         "what the threads stored at the row's ends comes to the others by the barrier that select_row() begins with",
+    ),
+    Equivalent(
+        _CLUSTER, ("relaxed",), ("Copy::start(", "ptx::mbarrier_arrive_expect("),
+        "what other threads stored at the part's ends comes by the barrier after it",
     ),
     Equivalent(
         "topk-main-row_resident-sm_90a-*", ("removed", "relaxed"), _LATER_SWEEP,

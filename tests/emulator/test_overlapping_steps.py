@@ -22,9 +22,17 @@ from dsagen.spec import load_spec
 pytestmark = pytest.mark.compile
 
 SPEC = load_spec("v32_decode_h16")
-# A row that a block holds, and one that several share.
+# A row that a block holds, and one that a cluster holds, or that several blocks share in two launches.
 HELD = StepCase("overlap.held", 1, 2, 300, 100, lengths=Lengths.WHOLE, num_splits=2)
 SHARED = StepCase("overlap.shared", 1, 5, 40_000, 32, lengths=Lengths.EDGES)
+CLUSTERED = replace(SHARED, name="overlap.clustered")
+
+
+@pytest.fixture(autouse=True)
+def ways_to_share(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = getattr(request.node, "callspec", None)
+    if params is not None and params.params.get("case") is SHARED:
+        monkeypatch.setenv("DSAGEN_TOPK_CLUSTER", "1")
 
 
 # V4.1's layers: one chooses blocks, one selects inside of them.
@@ -63,13 +71,14 @@ def spoil(monkeypatch: pytest.MonkeyPatch, symbol: str) -> None:
     monkeypatch.setattr(api, "read_ptx", read)
 
 
-@pytest.mark.parametrize("case", [HELD, SHARED], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [HELD, CLUSTERED, SHARED], ids=lambda case: case.name)
 def test_a_step_launches_the_forms_that_wait(case: StepCase) -> None:
     launches: list[EmulatedLaunch] = []
     found = run(case, launches)
     dependent = [launch.symbol.endswith("launch_dependent") for launch in launches]
     # Scores, their selection by one kernel or two, attention and its combine.
-    assert dependent[:3] == ([False, True, True] if case is HELD else [False, True, False])
+    assert dependent[:3] == ([False, True, False] if case is SHARED else [False, True, True])
+    assert ("row_cluster" in launches[1].symbol) == (case is CLUSTERED)
     assert {launch.symbol for launch in launches} == {"dsa_" + re.sub(r"[-.]", "_", slug) for slug in found.launched}
 
 
@@ -95,11 +104,12 @@ def test_layers_of_both_levels_launch_the_forms_that_wait() -> None:
     ("case", "symbol", "buffer"),
     [
         (HELD, "topk_main", "scores"),
+        (CLUSTERED, "topk_main", "scores"),
         (SHARED, "topk_count", "scores"),
         (HELD, "sparse_decode_main", "(indices|topk_length)"),
         (CHOSEN_BLOCKS, "topk_main", "scores"),
     ],
-    ids=["topk", "shared_rows", "attention", "blocks"],
+    ids=["topk", "clusters", "shared_rows", "attention", "blocks"],
 )
 def test_a_kernel_that_does_not_wait_is_stopped(
     case: StepCase, symbol: str, buffer: str, monkeypatch: pytest.MonkeyPatch

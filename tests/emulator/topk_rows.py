@@ -14,7 +14,7 @@ from ptx_texts import ptx_of
 from dsagen.arch import arch as arch_row
 from dsagen.division import page_divisor
 from dsagen.emulator import Memory
-from dsagen.families.topk.family import FAMILY, resident_variant, stream_variant
+from dsagen.families.topk.family import CLUSTER, FAMILY, cluster_variant, resident_variant, stream_variant
 from dsagen.families.topk.geometry import MOST_THREADS
 from dsagen.families.topk.reference import topk_reference, translate_reference
 from dsagen.plan import Variant
@@ -34,6 +34,11 @@ def kernel(score: str, arch: str) -> Kernel:
 @cache
 def resident_kernel(score: str, arch: str) -> Kernel:
     return compiled(resident_variant(score, arch_row(arch), MOST_THREADS))
+
+
+@cache
+def cluster_kernel(score: str, arch: str) -> Kernel:
+    return compiled(cluster_variant(score, arch_row(arch)))
 
 
 @cache
@@ -76,6 +81,55 @@ def equal(generator: torch.Generator, width: int) -> torch.Tensor:
     return torch.full((ROWS, width), 3.0)
 
 
+def descending(generator: torch.Generator, width: int) -> torch.Tensor:
+    """The first part has all that is selected."""
+    return normal(generator, width).sort(descending=True).values
+
+
+def eighths(generator: torch.Generator, width: int) -> torch.Tensor:
+    """More equals in question than are compared all with all, and a list has room for them."""
+    return (normal(generator, width) * 8).round() / 8
+
+
+def far_above(generator: torch.Generator, width: int) -> torch.Tensor:
+    """Of so few that most samples miss enough of them, and far above all others."""
+    values = normal(generator, width).abs()
+    values[:, torch.randperm(width, generator=generator)[:600]] *= 1e6
+    return values
+
+
+def all_binades(generator: torch.Generator, width: int) -> torch.Tensor:
+    """Few have the same first digit."""
+    return torch.exp2(torch.rand(ROWS, width, generator=generator) * 200 - 100)
+
+
+def mostly_nan(generator: torch.Generator, width: int) -> torch.Tensor:
+    """NaN, but for a few."""
+    values = normal(generator, width)
+    return values.masked_fill(torch.rand(ROWS, width, generator=generator) < 0.99, math.nan)
+
+
+def sampled_apart(generator: torch.Generator, width: int, by: float) -> torch.Tensor:
+    """Vectors that a sample of 512 threads takes of the whole row are larger than all others `by` so much."""
+    each = width // 4 // 512
+    threads = torch.arange(512)
+    first = threads + threads // 2 % 16 * (each // 2) // 16 * 512
+    taken = torch.cat((first, first + each // 2 * 512))[:, None] * 4 + torch.arange(4)
+    values = normal(generator, width)
+    values[:, taken.reshape(-1)] += by
+    return values
+
+
+def sampled_above(generator: torch.Generator, width: int) -> torch.Tensor:
+    """Too few reach what the sample of an fp32 row says."""
+    return sampled_apart(generator, width, 50.0)
+
+
+def sampled_below(generator: torch.Generator, width: int) -> torch.Tensor:
+    """Far too many reach what the sample of an fp32 row says."""
+    return sampled_apart(generator, width, -50.0)
+
+
 def mostly_dropped(generator: torch.Generator, width: int) -> torch.Tensor:
     """-inf, but for a few."""
     return torch.randn(ROWS, width, generator=generator).masked_fill(
@@ -87,7 +141,7 @@ def mostly_dropped(generator: torch.Generator, width: int) -> torch.Tensor:
 class Scores:
     """What a call is made of: values of rows of a width, of which it selects `k`.
 
-    `ctas` take turns with the rows, or `parts` share each.
+    `ctas` take turns with the rows, or `parts` share each, or clusters of `cluster`.
     """
 
     values: Callable[[torch.Generator, int], torch.Tensor]
@@ -97,6 +151,7 @@ class Scores:
     drops: bool = False
     ctas: int = ROWS
     parts: int = 3
+    cluster: int = 1
 
 
 @dataclass(frozen=True)
@@ -159,7 +214,9 @@ def problem(
         "page_multiplier": multiplier, "page_shift": shift, "page_size": PAGE,
     }  # fmt: skip
     left = ""
-    if count is None:
+    if select.plan.variant.body == CLUSTER:
+        select.launch(ROWS * of.cluster, arguments, memory, seed=seed, schedule=schedule, cluster=of.cluster)
+    elif count is None:
         select.launch(of.ctas, arguments, memory, seed=seed, schedule=schedule)
     else:
         workspace = _workspace(of, select)

@@ -204,6 +204,8 @@ def test_exponential_and_logarithm() -> None:
 ON_THE_EMULATOR = (
     "barrier_arrive.cuh",
     "cluster.cuh",
+    "cluster_barrier.cuh",
+    "cluster_words.cuh",
     "store_matrix.cuh",
     "wgmma.cuh",
     "wgmma_e4m3.cuh",

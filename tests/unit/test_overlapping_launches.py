@@ -32,7 +32,7 @@ def test_steps_have_dependent_forms_where_the_arch_has_such_launches(arch, body,
     plans = plans_of(CHAIN.replace(archs=[arch.name]))
     dependent = [plan for plan in plans.values() if is_dependent(plan.variant)]
     kinds = [(p.variant.family, p.variant.kernel, p.variant.body) for p in dependent]
-    few_rows = [("topk", "main", "row_resident"), ("topk", "count", "row_split")]
+    few_rows = [("topk", "main", "row_resident"), ("topk", "count", "row_split"), ("topk", "main", "row_cluster")]
     # The hopper body begins early by itself.
     attention = [("sparse_decode", "main", "mma_sync")] if body or arch.mma_class != WGMMA else []
     assert kinds == ([*few_rows, *attention] if arch.has_pdl else [])

@@ -21,6 +21,12 @@ SPEC = {"model": "v32", "heads": 16, "archs": ["sm_90a"], "ops": STEP, "index": 
 LEVELS = {**SPEC, "index": {**INDEX, "forms": ["paged", "blocks", "candidates"]}}
 
 
+@pytest.fixture(autouse=True)
+def no_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks share rows as where no clusters hold them."""
+    monkeypatch.setenv("DSAGEN_TOPK_CLUSTER", "1")
+
+
 def make(driver=FakeDriver, spec=SPEC, **changes: Any):
     fake = driver()
     take_registers_of_steps(fake)
@@ -119,6 +125,26 @@ def test_scores_are_counted_where_blocks_share_rows():
     assert "has room for counts of 2 tokens of a request" in text
     text = kernels.explain("decode_step", batch=BATCH, width=1000, topk=K)
     assert "scores are not counted where they are made: rows that no blocks share have no first pass" in text
+
+
+def test_rows_that_clusters_hold_are_not_counted(monkeypatch):
+    monkeypatch.delenv("DSAGEN_TOPK_CLUSTER")
+    driver, kernels = make()
+    plan = kernels.plan_decode_step(BATCH, 1, WIDTH, k=K, overlap=True)
+    assert plan.selection.counted is None and plan.selection.workspace is None
+    kernels.decode_step(**given(), plan=plan)
+    scoring, selecting = driver.launches[:2]
+    assert "-launch.dependent" in kernels.decode_step_slugs(plan)[1] and "row_cluster" in selecting.symbol
+    assert (selecting.config.cluster, selecting.config.grid, selecting.config.overlaps_previous) == (8, 8 * BATCH, True)
+    assert kinds(kernels, driver)[:2] == ["main", "main"] and "counted" not in scoring.symbol
+    text = r"^\[T-22\] histogram: 2 rows of 40000 scores: .*, or set DSAGEN_TOPK_CLUSTER=1, for clusters of 8 CTAs"
+    with pytest.raises(GuardError, match=text):
+        kernels.plan_decode_step(BATCH, 1, WIDTH, k=K, histogram=True)
+    # Longer ones than eight CTAs hold are shared and counted.
+    assert kernels.plan_decode_step(BATCH, 1, 262_144, k=K).selection.counted is None
+    assert kernels.plan_decode_step(BATCH, 1, 262_145, k=K).selection.counted is not None
+    told = kernels.explain("decode_step", batch=BATCH, width=WIDTH, topk=K)
+    assert "scores are not counted where they are made: rows that no blocks share have no first pass" in told
 
 
 def test_more_tokens_than_gain_by_counts_have_none_unless_they_are_asked_for(monkeypatch):

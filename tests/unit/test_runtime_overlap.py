@@ -35,7 +35,9 @@ def test_launches_of_a_step_overlap_where_asked_to(body, monkeypatch):
     kernels.decode_step(**attention(), plan=plan, reuse_ids=True)
     # What comes before a layer that selects nothing is not ours to trigger it.
     assert driver.launches[-1].config.overlaps_previous is always
-    shared = kernels.decode_step_slugs(kernels.plan_decode_step(BATCH, NEXT_N, 60_000, k=K, overlap=True))
+    clustered = kernels.decode_step_slugs(kernels.plan_decode_step(BATCH, NEXT_N, 60_000, k=K, overlap=True))
+    assert "row_cluster" in clustered[1] and clustered[1].endswith("launch.dependent")
+    shared = kernels.decode_step_slugs(kernels.plan_decode_step(BATCH, NEXT_N, 600_000, k=K, overlap=True))
     assert [(slug.split("-")[1], slug.endswith("launch.dependent")) for slug in shared] == [
         ("main", False), ("count", True), ("select", False), ("main", not always)
     ]  # fmt: skip

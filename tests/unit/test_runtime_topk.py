@@ -19,7 +19,7 @@ from dsagen.spec import load_spec
 pytestmark = pytest.mark.usefixtures("each_launcher")
 
 ROWS, WIDTH, K = 3, 500, 64
-LONG = 128 << 10  # scores of a row that blocks share: too long for one block's memory
+LONG = 512 << 10  # scores of a row that blocks share in two launches: too long for the memory of a cluster
 SPEC = {"model": "v32", "heads": 16, "archs": ["sm_90a"], "ops": ["topk"]}
 
 
@@ -141,7 +141,7 @@ def test_a_spec_with_both_ops_loads_the_kernels_of_both():
     driver, kernels = make(ops=["sparse_decode", "topk"])
     kernels.topk(torch.zeros(ROWS, WIDTH), k=K)
     assert driver.loads == [kernels._on(0).by_role["topk", "main"][1].symbol]
-    assert len(kernels._on(0).plans) == 6 + 2
+    assert len(kernels._on(0).plans) == 7 + 2
 
 
 def test_each_op_needs_to_be_declared(kernels):
@@ -347,7 +347,7 @@ def test_explain_says_what_is_checked(kernels):
     assert "[TK-07] 1 <= page_size and page_size <= 1073741824" in text
     assert text.endswith("grid: 128 CTAs\nworkspace: 0 B")
     size = kernels.topk_workspace_bytes(4, LONG, 2048)
-    assert kernels.explain("topk", batch=4, width=LONG).endswith(f"grid: 64 CTAs, 16 a row\nworkspace: {size} B")
+    assert kernels.explain("topk", batch=4, width=LONG).endswith(f"grid: 132 CTAs, 33 a row\nworkspace: {size} B")
     assert "refuses: k: 4096" in kernels.explain("topk", batch=1, topk=4096, width=9)
     assert kernels.explain("topk", batch=1, topk=4096, width=9).endswith("chosen: none")
     for size in ({"batch": "2"}, {"batch": 1, "s_q": 1.5}, {"batch": 1, "topk": True}, {"batch": 1, "width": 9.0}):
@@ -383,14 +383,14 @@ def test_every_call_of_the_check_is_accepted(scores, monkeypatch):
         # What evidence is recorded for is what was launched.
         launched = [record.symbol for record in driver.launches]
         assert sorted(symbols[slug] for slug in result.slugs) == sorted(launched)
-        assert len(launched) == (2 if case.width > 65536 else 1)
+        assert len(launched) == (2 if case.width > 65536 * 8 else 1)
     assert len(cases) > 300
 
 
 def test_the_kernels_of_a_call_are_told_by_its_tensors():
     driver, kernels = make()
     by_role = kernels._on(0).by_role
-    small, large, swept, swept_by_two = (plan.slug for plan in by_role["topk", "main"])
+    small, large, swept, swept_by_two, clustered = (plan.slug for plan in by_role["topk", "main"])
     shared = tuple(by_role["topk", role][0].slug for role in ("count", "select"))
     memory = torch.zeros(90 * 40_000)
     for rows, width, first, wanted in (
@@ -401,7 +401,9 @@ def test_the_kernels_of_a_call_are_told_by_its_tensors():
         (133, 8188, 1, (small,)),
         (90, 32_768, 0, (large,)),
         (90, 32_768, 1, (swept,)),
-        (ROWS, 32_768, 1, shared),
+        (ROWS, 32_768, 1, (clustered,)),
+        (ROWS, 8 * 32_768, 0, (clustered,)),
+        (ROWS, 8 * 32_768, 1, shared),
         (90, 40_000, 0, (swept,)),
     ):
         scores = memory[first : first + rows * width].view(rows, width)

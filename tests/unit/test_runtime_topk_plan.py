@@ -40,8 +40,8 @@ def test_rows_that_blocks_share_take_two_launches_with_one_workspace():
     out = kernels.topk(long_scores(), k=K, plan=plan)
     count, select = (kernels._on(0).by_role["topk", role][0] for role in ("count", "select"))
     assert [record.symbol for record in driver.launches] == [count.symbol, select.symbol]
-    # 132 SMs give each of 3 rows 44 blocks, and a row of 512 KiB has work for 16.
-    assert [record.config.grid for record in driver.launches] == [ROWS * 16] * 2
+    # 132 SMs give each of 3 rows 44 blocks, and a row of 2 MiB has work for 64.
+    assert [record.config.grid for record in driver.launches] == [ROWS * 44] * 2
     assert [record.config.overlaps_previous for record in driver.launches] == [False, True]
     first, second = blocks(kernels, driver)
     assert first == second
@@ -49,12 +49,12 @@ def test_rows_that_blocks_share_take_two_launches_with_one_workspace():
     base, end = workspace.data_ptr(), workspace.data_ptr() + workspace.numel()
     assert workspace.numel() == plan.workspace_bytes == kernels.topk_workspace_bytes(ROWS, LONG, K) > 0
     assert not workspace.any()
-    assert (first["parts"], first["part_slots"], first["out"]) == (16, K, out.data_ptr())
+    assert (first["parts"], first["part_slots"], first["out"]) == (44, K, out.data_ptr())
     assert base == first["histograms"]
     assert first["histograms"] + ROWS * 2048 * 4 <= first["counters"]
     assert first["counters"] + ROWS * 2 * 4 <= first["lists"]
     assert first["lists"] + ROWS * first["list_stride"] * 4 <= end
-    assert first["list_stride"] >= max(select.constant("kElements"), 16 * K)
+    assert first["list_stride"] >= max(select.constant("kElements"), 44 * K)
 
 
 def test_calls_without_a_plan_share_one_for_each_shape_and_stream():
@@ -219,7 +219,7 @@ def test_capture_needs_a_plan_of_rows_that_blocks_share():
     plan = kernels.plan_topk(ROWS, LONG, K)
     driver.capturing = True
     text = (
-        r"^topk: no plan for 3 rows of 131072 and k 64 exists, and making one during CUDA graph capture is not possible"
+        r"^topk: no plan for 3 rows of 524288 and k 64 exists, and making one during CUDA graph capture is not possible"
     )
     with pytest.raises(FrozenError, match=text):
         kernels.topk(long_scores(), k=K)

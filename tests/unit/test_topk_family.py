@@ -10,12 +10,15 @@ from dsagen.arch import ARCHS
 from dsagen.arch import arch as arch_row
 from dsagen.errors import GuardError
 from dsagen.families.topk.family import (
+    CLUSTER,
     COUNT,
     FAMILY,
     RESIDENT,
     SELECT,
     SPLIT,
     STREAM,
+    cluster_variant,
+    plan_cluster,
     plan_resident,
     plan_split,
     plan_stream,
@@ -29,9 +32,10 @@ from dsagen.families.topk.geometry import (
     SCORE_TYPES,
     STREAM_THREADS,
     Geometry,
+    cluster_geometry,
     resident_geometry,
 )
-from dsagen.families.topk.guards import PLAN_GUARDS, RESIDENT_GUARDS, SELECT_GUARDS
+from dsagen.families.topk.guards import CLUSTER_GUARDS, PLAN_GUARDS, RESIDENT_GUARDS, SELECT_GUARDS
 from dsagen.families.topk.op import (
     LEAST_PART_BYTES,
     WORKSPACE_ALIGNMENT_BYTES,
@@ -60,7 +64,8 @@ def variants(score: str, arch: str) -> list[Variant]:
     row = arch_row(arch)
     held = [resident_variant(score, row, threads) for threads, *_ in RESIDENT_SHAPES[row.smem_class]]
     swept = [stream_variant(score, row, threads) for threads in STREAM_THREADS]
-    return [*held, *swept, *split_variants(score, row)]
+    clusters = [cluster_variant(score, row)] if row.has_clusters else []
+    return [*held, *swept, *split_variants(score, row), *clusters]
 
 
 def plans(score: str = "fp32", arch: str = "sm_90a") -> dict[str, tuple[KernelPlan, ...]]:
@@ -95,7 +100,7 @@ def test_the_kernels_of_each_arch(score: str) -> None:
 def test_a_spec_may_have_both_ops_and_their_kernels_stay_apart() -> None:
     matrix = expand(load_spec({**SPEC, "ops": ["topk", "sparse_decode"], "archs": ["sm_90a"]}))
     assert [(cell.op, cell.role) for cell in matrix.cells] == [
-        *(("topk", role) for role in ("main", "main", "main", "main", COUNT, SELECT)),
+        *(("topk", role) for role in ("main", "main", "main", "main", COUNT, SELECT, "main")),
         ("sparse_decode", "main"),
         ("sparse_decode", "combine"),
     ]
@@ -193,9 +198,29 @@ def test_a_plan_that_breaks_a_limit_is_refused_with_the_slug(geometry: Geometry,
     ],
 )
 def test_a_row_that_does_not_fit_its_block_is_refused(change: dict[str, int | str], guard_id: str) -> None:
-    variant = resident_variant(str(change.get("score", "fp32")), H200, MOST_THREADS)
+    score = str(change.get("score", "fp32"))
+    variant = resident_variant(score, H200, MOST_THREADS)
     with pytest.raises(GuardError) as raised:
         plan_resident(variant, replace(HELD, **{"elements": 64, **change}))  # type: ignore[arg-type]
+    assert str(raised.value).startswith(f"[{guard_id}] ")
+    assert str(raised.value).endswith(f" ({variant.slug})")
+
+
+@pytest.mark.parametrize(
+    ("change", "guard_id"),
+    [
+        ({"words": 24}, "TK-24"),
+        ({"words": 0}, "TK-24"),
+        ({"threads": 128, "elements": 4096}, "TK-24"),
+        ({"at_once": 17}, "TK-25"),
+        ({"threads": 1024, "words": 32, "at_once": 4}, "TK-26"),
+        ({"elements": 12000}, "K-01"),
+    ],
+)
+def test_a_part_that_does_not_fit_its_block_is_refused(change: dict[str, int], guard_id: str) -> None:
+    variant = cluster_variant("fp32", H200)
+    with pytest.raises(GuardError) as raised:
+        plan_cluster(variant, replace(cluster_geometry("fp32", 227), **change))  # type: ignore[arg-type]
     assert str(raised.value).startswith(f"[{guard_id}] ")
     assert str(raised.value).endswith(f" ({variant.slug})")
 
@@ -207,7 +232,7 @@ def test_every_plan_guard_is_asserted_in_the_unit(score: str, arch: str) -> None
     for variant in variants(score, arch):
         plan = FAMILY.plan(variant)
         text = render(plan).text
-        guards = RESIDENT_GUARDS if variant.body == RESIDENT else SELECT_GUARDS
+        guards = {RESIDENT: RESIDENT_GUARDS, CLUSTER: CLUSTER_GUARDS}.get(variant.body, SELECT_GUARDS)
         assert [guard.guard_id for guard in plan.guards] == [guard.guard_id for guard in guards]
         for guard in plan.guards:
             assert f'static_assert({guard.c_expression}, "[{guard.guard_id}] {guard.expression}");' in text
@@ -263,6 +288,52 @@ def test_few_rows_take_no_more_blocks_than_rows(rows: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("rows", "width", "cluster"),
+    [
+        (1, 32769, 8),
+        (15, 128 << 10, 8),
+        (16, 128 << 10, 4),
+        (32, 128 << 10, 4),
+        (33, 128 << 10, 1),  # by two CTAs there is no room
+        (33, 64 << 10, 2),
+        (65, 64 << 10, 2),
+        (66, 64 << 10, 1),
+        (1, 256 << 10, 8),
+        (1, (256 << 10) + 1, 1),
+    ],
+)
+def test_few_long_rows_are_held_by_clusters(rows: int, width: int, cluster: int) -> None:
+    found = chosen(plans(), rows, width)
+    assert found.cluster == cluster
+    if cluster > 1:
+        assert (bodies(found), found.ctas, found.workspace_bytes) == ([CLUSTER], rows * cluster, 0)
+
+
+def test_clusters_are_those_that_the_device_has_at_once_and_that_are_asked_for() -> None:
+    by_role, shape = plans(), TopkShape(4, 128 << 10, 2048, 2048)
+    few = {8: 3, 4: 4, 2: 66}
+    assert choose(by_role, shape, SMS, few).cluster == 4
+    assert bodies(choose(by_role, shape, SMS, {8: 3, 4: 3, 2: 66})) == [SPLIT, SPLIT]
+    assert bodies(choose(by_role, shape, SMS, cluster=1)) == [SPLIT, SPLIT]
+    assert choose(by_role, shape, SMS, cluster=4).cluster == 4
+    # One that is asked for comes before a CTA that holds the row by itself.
+    short = replace(shape, width=8192)
+    assert bodies(choose(by_role, short, SMS)) == [RESIDENT]
+    for size in (2, 4, 8):
+        found = choose(by_role, short, SMS, cluster=size)
+        assert (bodies(found), found.cluster) == ([CLUSTER], size)
+    lead = TopkShape(1, 256 << 10, 2048, 2048, lead=1)
+    assert bodies(choose(by_role, lead, SMS)) == [SPLIT, SPLIT]
+    text = explain_call(by_role, shape, SMS, few)
+    assert (
+        "in clusters of 8: refused\n    [TK-23] rows <= clusters and part_scores <= row_scores  "
+        "rows=4  clusters=3  part_scores=16384  row_scores=32768  refuses: 4 rows by clusters of 8 CTAs: the device "
+        "holds 3 of them at once, and a CTA 32768 scores of the 16384 that are its part\n" in text
+    )
+    assert text.endswith(f"chosen: {by_role['main'][-1].slug}\ngrid: 16 CTAs, 4 a row\nworkspace: 0 B")
+
+
+@pytest.mark.parametrize(
     ("rows", "width", "parts"),
     [
         (1, 128 << 10, 16),  # by the row's bytes
@@ -275,7 +346,7 @@ def test_few_rows_take_no_more_blocks_than_rows(rows: int) -> None:
 )
 def test_few_long_rows_are_shared_among_blocks(rows: int, width: int, parts: int) -> None:
     by_role = plans()
-    found = chosen(by_role, rows, width)
+    found = choose(by_role, TopkShape(rows, width, 2048, 4096), SMS, cluster=1)
     if parts == 1:
         assert (bodies(found), found.split, found.workspace_bytes) == ([STREAM], None, 0)
         return
@@ -324,15 +395,16 @@ def test_every_way_of_a_call_is_explained_with_the_guard_that_decides() -> None:
     by_role = plans()
     shape = TopkShape(4, 128 << 10, 2048, 2048)
     judged = candidates(by_role, shape, SMS)
-    assert [bodies(found) for found in judged] == [[RESIDENT], [RESIDENT], [SPLIT, SPLIT], [STREAM], [STREAM]]
-    assert [found.refused for found in judged] == [True, True, False, False, False]
-    text = explain_call(by_role, shape, SMS)
+    ways = [[RESIDENT], [RESIDENT], [CLUSTER], [CLUSTER], [CLUSTER], [SPLIT, SPLIT], [STREAM], [STREAM]]
+    assert [bodies(found) for found in judged] == ways
+    assert [found.refused for found in judged] == [True, True, False, False, True, False, False, False]
+    text = explain_call(by_role, shape, SMS, cluster=1)
     assert text.startswith("shape: 4 rows of 131072 scores, k 2048\nsizes:\n  [TK-04] ")
     large = by_role["main"][1].slug
     assert f"  {large}: refused\n    [TK-14] width + lead <= row_scores  " in text
     assert "refuses: rows of 131072 scores, up to 0 behind a multiple of 16 bytes: this kernel holds 32768\n" in text
     assert "[TK-16] 3 <= parts  parts=16  holds" in text
-    split = judged[2].split
+    split = judged[5].split
     assert split is not None
     count, select = by_role[COUNT][0].slug, by_role[SELECT][0].slug
     assert text.endswith(f"chosen: {count} + {select}\ngrid: 64 CTAs, 16 a row\nworkspace: {split.workspace_bytes} B")

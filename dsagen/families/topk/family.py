@@ -15,12 +15,14 @@ from dsagen.families.topk.geometry import (
     STREAM_THREADS,
     Geometry,
     ResidentGeometry,
+    cluster_geometry,
+    cluster_smem,
     resident_geometry,
     resident_smem,
     stream_smem,
     sweeping_geometry,
 )
-from dsagen.families.topk.guards import LAUNCH_GUARDS, PLAN_GUARDS, RESIDENT_GUARDS, SELECT_GUARDS
+from dsagen.families.topk.guards import CLUSTER_GUARDS, LAUNCH_GUARDS, PLAN_GUARDS, RESIDENT_GUARDS, SELECT_GUARDS
 from dsagen.families.topk.params import PARAMS, SPLIT_PARAMS
 from dsagen.family import Cell
 from dsagen.guard import Guard, check
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from dsagen.spec import DeploymentSpec
 
 NAME = "topk"
-RESIDENT, STREAM, SPLIT = "row_resident", "row_stream", "row_split"
+RESIDENT, STREAM, SPLIT, CLUSTER = "row_resident", "row_stream", "row_split", "row_cluster"
 # Kernels of row_split, in the order of their launches.
 COUNT, SELECT = "count", "select"
 # 1024 threads of them are all that an SM has.
@@ -49,7 +51,9 @@ _C_NAMES = {
     "bitmap_words": "Constants::kBitmapWords",
     "elements": "Constants::kElements",
     "sampled": "Constants::kSampled",
+    "at_once": "Constants::kAtOnce",
 }
+_GRIDS = {SPLIT: "rows * parts", CLUSTER: "rows * cluster"}
 
 
 class TopK:
@@ -65,12 +69,14 @@ class TopK:
         variants = [resident_variant(spec.scores, arch, threads) for threads, *_ in RESIDENT_SHAPES[arch.smem_class]]
         variants += [stream_variant(spec.scores, arch, threads) for threads in STREAM_THREADS]
         variants += split_variants(spec.scores, arch)
+        if arch.has_clusters:
+            variants.append(cluster_variant(spec.scores, arch))
         cells = tuple(Cell(NAME, variant.kernel, arch.name, variant) for variant in variants)
         return (*cells, *_dependent(cells)) if has_chain(spec, arch) else cells
 
     def plan(self, variant: Variant) -> KernelPlan:
         """The plan of a variant; GuardError names the limit that it breaks."""
-        plans = {RESIDENT: plan_resident, STREAM: plan_stream, SPLIT: plan_split}
+        plans = {RESIDENT: plan_resident, STREAM: plan_stream, SPLIT: plan_split, CLUSTER: plan_cluster}
         return plan_either(variant, plans[variant.body])
 
 
@@ -85,7 +91,7 @@ def _dependent(cells: Sequence[Cell]) -> tuple[Cell, ...]:
 def _is_of_few_rows(variant: Variant) -> bool:
     if variant.body == RESIDENT:
         return variant.axis_int("threads") == MOST_THREADS
-    return variant.kernel == COUNT
+    return variant.kernel == COUNT or variant.body == CLUSTER
 
 
 def resident_variant(score: str, arch: Arch, threads: int) -> Variant:
@@ -111,6 +117,15 @@ def split_variants(score: str, arch: Arch) -> tuple[Variant, ...]:
     """The kernels that share a row among blocks."""
     axes: tuple[tuple[str, str | int], ...] = (("score", score),)  # bytes of a load, bits of a key
     return tuple(Variant(NAME, kernel, SPLIT, arch.name, axes) for kernel in (COUNT, SELECT))
+
+
+def cluster_variant(score: str, arch: Arch) -> Variant:
+    """The kernel whose blocks share a row in clusters, each with a part in shared memory."""
+    axes: tuple[tuple[str, str | int], ...] = (
+        ("score", score),  # bits of a key, scores in a word
+        ("smem", arch.smem_class),  # shared memory, scores of a part
+    )
+    return Variant(NAME, "main", CLUSTER, arch.name, axes)
 
 
 def plan_resident(variant: Variant, geometry: ResidentGeometry | None = None) -> KernelPlan:
@@ -158,6 +173,27 @@ def plan_split(variant: Variant, geometry: Geometry | None = None) -> KernelPlan
     return _plan(variant, g, SELECT_GUARDS, {}, (), stream_smem(g), types, budget)
 
 
+def plan_cluster(variant: Variant, geometry: ResidentGeometry | None = None) -> KernelPlan:
+    """Plan of row_cluster; `geometry` overrides that of the axes (for tests and for measuring others)."""
+    g = geometry or cluster_geometry(str(variant.axis("score")), variant.axis_int("smem"))
+    values = {"row_scores": g.row_scores, "words": g.words}
+    budget = (
+        ("shape", f"a part of a row, up to {g.row_scores} scores, by {g.threads} threads"),
+        ("row sweeps", "one in global memory, one in shared memory where the list has room after the first digit"),
+    )
+    constants = (("kWords", g.words),)
+    types = (
+        TypeAlias(
+            "Body",
+            f"topk::RowCluster<Constants, SharedStorage, Score, {g.batches}, Params>",
+            f"topk/{CLUSTER}.cuh",
+        ),
+    )
+    # There is one block on an SM in any case, for want of shared memory.
+    registers = arch_row(variant.arch).registers_per_sm // g.threads
+    return _plan(variant, g, CLUSTER_GUARDS, values, constants, cluster_smem(g), types, budget, registers)
+
+
 def _plan(
     variant: Variant,
     g: Geometry,
@@ -167,6 +203,7 @@ def _plan(
     smem: tuple[tuple[SmemField, ...], int],
     types: tuple[TypeAlias, ...],
     budget: tuple[tuple[str, str], ...],
+    registers: int = MOST_REGISTERS,
 ) -> KernelPlan:
     arch = arch_row(variant.arch)
     splits = variant.body == SPLIT
@@ -175,7 +212,7 @@ def _plan(
         "smem_bytes": smem_bytes,
         "smem_optin_bytes": arch.smem_optin_bytes,
         "threads": g.threads,
-        "registers_cap": MOST_REGISTERS,
+        "registers_cap": registers,
         "registers_per_sm": arch.registers_per_sm,
         "digit_bits": g.digit_bits,
         "key_bits": g.key_bits,
@@ -184,6 +221,7 @@ def _plan(
         "bitmap_words": g.bitmap_words,
         "elements": g.elements,
         "sampled": g.sampled,
+        "at_once": g.at_once,
         "bins": 1 << g.digit_bits,
         "search_threads": g.search_threads,
         **values,
@@ -205,18 +243,18 @@ def _plan(
         ),
         types=(TypeAlias("Score", SCORE_CPP[g.score], "topk/score.cuh"), *types),
         threads=g.threads,
-        min_blocks_per_sm=arch.registers_per_sm // (g.threads * MOST_REGISTERS),
-        registers_cap=MOST_REGISTERS,
+        min_blocks_per_sm=arch.registers_per_sm // (g.threads * registers),
+        registers_cap=registers,
         smem=fields,
         smem_bytes=smem_bytes,
         params=params,
         params_bytes=params_bytes,
-        grid="rows * parts" if splits else "rows",
+        grid=_GRIDS.get(variant.body, "rows"),
         overlaps_previous=variant.kernel == SELECT and arch.has_pdl,
         guards=checked(guards, all_values, _C_NAMES),
         budget=(
             *budget,
             ("shared memory", f"{smem_bytes} of {arch.smem_optin_bytes} B"),
-            ("registers", f"{MOST_REGISTERS} a thread"),
+            ("registers", f"{registers} a thread"),
         ),
     )

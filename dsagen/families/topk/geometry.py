@@ -95,6 +95,11 @@ class ResidentGeometry(Geometry):
         return self.words // (4 * self.in_flight)
 
     @property
+    def vectors(self) -> int:
+        """Vectors of 16 B of a thread."""
+        return self.words * WORD_BYTES // VECTOR_BYTES
+
+    @property
     def row_scores(self) -> int:
         """Scores that the block holds, counted from a 16-byte boundary."""
         return self.threads * self.words * self.word_scores
@@ -116,6 +121,24 @@ def resident_geometry(score: str, smem_class: int, threads: int) -> ResidentGeom
     return replace(g, bitmap_words=-(-g.row_scores // 32 // threads) * threads)
 
 
+# (words a thread, vectors in flight, elements, words of the bitmap) of the blocks that hold a part of a row, by
+# shared-memory class: as long a part as those of row_resident, and indices of rows of several parts in one window.
+CLUSTER_SHAPES: Mapping[int, tuple[int, int, int, int]] = {227: (64, 4, 8192, 4096), 99: (16, 2, 6144, 2048)}
+# Blocks of a cluster, most first.
+CLUSTER_SIZES = (8, 4, 2)
+# What every warp does by itself takes as long as there are warps, so a block that has little of a row has few.
+CLUSTER_THREADS = 512
+# Candidates that a thread of the first block has in registers: twice the usual k in all.
+CLUSTER_AT_ONCE = 8
+
+
+def cluster_geometry(score: str, smem_class: int) -> ResidentGeometry:
+    """The geometry of a block that holds a part of a row, beside others of its cluster."""
+    words, in_flight, elements, bitmap_words = CLUSTER_SHAPES[smem_class]
+    g = ResidentGeometry(score, CLUSTER_THREADS, words=words, in_flight=in_flight, elements=elements)
+    return replace(g, bitmap_words=bitmap_words, at_once=CLUSTER_AT_ONCE, sampled=2)
+
+
 def sweeping_geometry(score: str, arch: str, threads: int = MOST_THREADS) -> Geometry:
     """The geometry of a block that sweeps a row in global memory."""
     return Geometry(score, threads, in_flight=FEWER_IN_FLIGHT if arch in FEW_REGISTERS else IN_FLIGHT)
@@ -126,6 +149,19 @@ def resident_smem(g: ResidentGeometry) -> tuple[tuple[SmemField, ...], int]:
     fields = (
         SmemField("words", "u32", (g.threads * g.words,), "the row's scores"),
         SmemField("landed", "u64", (max(g.batches, 2),), "barriers: a batch of the row has arrived"),
+    )
+    return lay_out_smem([*fields, *_select_fields(g)])
+
+
+def cluster_smem(g: ResidentGeometry) -> tuple[tuple[SmemField, ...], int]:
+    """The shared-memory struct of row_cluster and its size in bytes."""
+    most = max(CLUSTER_SIZES)
+    fields = (
+        SmemField("words", "u32", (g.threads * g.words,), "scores of the block's part"),
+        SmemField("landed", "u64", (max(g.batches, 2),), "barriers: a batch of the part has arrived"),
+        SmemField("released", "u64", (1,), "barrier: nobody reads what the block has"),
+        SmemField("group_sums", "u32", (most, 32), "keys in each group of bins, of each block of the cluster"),
+        SmemField("told", "u32", (2, most), "numbers that each block tells the others"),
     )
     return lay_out_smem([*fields, *_select_fields(g)])
 

@@ -88,7 +88,31 @@ RESIDENT_GUARDS: tuple[Guard, ...] = (
         "rows of {row_scores} scores: the bitmap of {bitmap_words} words is narrower",
     ),
 )
-PLAN_GUARDS: tuple[Guard, ...] = RESIDENT_GUARDS
+CLUSTER_GUARDS: tuple[Guard, ...] = (
+    *SELECT_GUARDS,
+    Guard(
+        "TK-24",
+        "plan",
+        "words % (4 * in_flight) == 0 and 1 <= words and 8 * words < in_flight * threads",
+        "{words} words a thread: must be whole batches of {in_flight} vectors, fewer than {threads} threads have "
+        "warps: one copies each, and another stores the ends",
+    ),
+    Guard(
+        "TK-25",
+        "plan",
+        "at_once * threads <= elements",
+        "{at_once} candidates in registers of each of {threads} threads: the list has {elements} places for those that "
+        "are selected, so take fewer",
+    ),
+    Guard(
+        "TK-26",
+        "plan",
+        "bins % (4 * threads) == 0",
+        "digits of {digit_bits} bits: each of {threads} threads searches as many of their {bins} bins, 16 B at a time: "
+        "use fewer threads",
+    ),
+)
+PLAN_GUARDS: tuple[Guard, ...] = (*RESIDENT_GUARDS, *CLUSTER_GUARDS[len(SELECT_GUARDS) :])
 
 CAPACITY_GUARD = Guard(
     "TK-04",
@@ -163,6 +187,14 @@ PARTS_GUARD = Guard(
     "3 <= parts",
     "{rows} rows of {row_bytes} B over {sm_count} SMs: {parts} parts a row, fewer than the 3 that pay for two launches",
 )
+# Rows of clusters run at once: those of a second wave would wait for whole rows.
+CLUSTER_GUARD = Guard(
+    "TK-23",
+    "launch",
+    "rows <= clusters and part_scores <= row_scores",
+    "{rows} rows by clusters of {cluster} CTAs: the device holds {clusters} of them at once, and a CTA {row_scores} "
+    "scores of the {part_scores} that are its part",
+)
 WORKSPACE_GUARD = Guard(
     "TK-17",
     "launch",
@@ -182,5 +214,6 @@ LAUNCH_GUARDS: tuple[Guard, ...] = (
     ID_GUARD,
     FIT_GUARD,
     PARTS_GUARD,
+    CLUSTER_GUARD,
     WORKSPACE_GUARD,
 )

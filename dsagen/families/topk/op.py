@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from dsagen.families.topk.family import COUNT, RESIDENT, SELECT
-from dsagen.families.topk.geometry import SCORE_TYPES, VECTOR_BYTES, WORD_BYTES
+from dsagen.families.topk.family import CLUSTER, COUNT, RESIDENT, SELECT, STREAM
+from dsagen.families.topk.geometry import CLUSTER_SIZES, SCORE_TYPES, VECTOR_BYTES, WORD_BYTES
 from dsagen.families.topk.guards import (
     CAPACITY_GUARD,
+    CLUSTER_GUARD,
     FIT_GUARD,
     LAUNCH_GUARDS,
     PARTS_GUARD,
@@ -27,6 +28,8 @@ LEAST_PART_BYTES = 32 * 1024
 WORKSPACE_ALIGNMENT_BYTES = 256
 _WORD_BYTES = 4
 
+# Clusters that a device holds at once, by their size.
+Clusters = Mapping[int, int]
 Plans = Mapping[str, Sequence[KernelPlan]]
 
 
@@ -73,6 +76,8 @@ class Candidate:
     ctas: int
     why: str = ""
     split: Split | None = None
+    # CTAs of a cluster.
+    cluster: int = 1
 
     @property
     def workspace_bytes(self) -> int:
@@ -85,42 +90,79 @@ def most_lead(score: str) -> int:
     return VECTOR_BYTES * 8 // SCORE_TYPES[score].bits - 1
 
 
-def candidates(plans: Plans, shape: TopkShape, sm_count: int) -> tuple[Candidate, ...]:
-    """Every way to run a call, in the order in which they are preferred. `plans` are by kernel name."""
+def assumed_clusters(sm_count: int) -> Clusters:
+    """What a device with so many multiprocessors holds, where there is none to ask.
+
+    They come in groups of several sizes, so that some are left over: an H200 has 15 clusters of 8 and 32 of 4.
+    """
+    return {size: max(0, sm_count // size - 1) for size in CLUSTER_SIZES}
+
+
+def candidates(
+    plans: Plans, shape: TopkShape, sm_count: int, clusters: Clusters | None = None, cluster: int | None = None
+) -> tuple[Candidate, ...]:
+    """Every way to run a call, in the order in which they are preferred. `plans` are by kernel name.
+
+    `clusters` is what the device has, `cluster` the only size to take, before all else, or 1 for none.
+    """
+    clusters = assumed_clusters(sm_count) if clusters is None else clusters
+    sizes = [size for size in CLUSTER_SIZES if cluster is None or size == cluster]
+    together = [
+        _judge_cluster(plan, shape, size, clusters[size])
+        for plan in plans["main"]
+        if plan.variant.body == CLUSTER
+        for size in sizes
+    ]
+    if cluster is not None:
+        return (*together, *_without_clusters(plans, shape, sm_count, []))
+    return _without_clusters(plans, shape, sm_count, together)
+
+
+def _without_clusters(
+    plans: Plans, shape: TopkShape, sm_count: int, together: Sequence[Candidate]
+) -> tuple[Candidate, ...]:
+    """All other ways, with those by clusters where blocks that share a row are preferred."""
     fewest_threads_first = sorted(plans["main"], key=lambda plan: plan.threads)
     held = [_judge_resident(plan, shape, sm_count) for plan in fewest_threads_first if plan.variant.body == RESIDENT]
-    swept = [Candidate((plan,), False, shape.rows) for plan in fewest_threads_first if plan.variant.body != RESIDENT]
+    swept = [Candidate((plan,), False, shape.rows) for plan in fewest_threads_first if plan.variant.body == STREAM]
     split = _judge_split(plans[COUNT][0], plans[SELECT][0], shape, sm_count)
     # An SM that has one row is faster with more threads, one that has several with more blocks, which wait in turn.
     if shape.rows <= sm_count:
-        return (*reversed(held), split, *reversed(swept))
+        return (*reversed(held), *together, split, *reversed(swept))
     several = [found for found in held if resident_ctas(found.plans[0]) > 1]
-    return (*several, *swept, *(found for found in held if found not in several), split)
+    return (*several, *swept, *(found for found in held if found not in several), split, *together)
 
 
-def choose(plans: Plans, shape: TopkShape, sm_count: int) -> Candidate:
-    """The first way that fits; GuardError for sizes that none takes."""
+def choose(
+    plans: Plans, shape: TopkShape, sm_count: int, clusters: Clusters | None = None, cluster: int | None = None
+) -> Candidate:
+    """The first of the `candidates` that fits; GuardError for sizes that none takes."""
     check(SIZE_GUARDS, shape.values)
-    return next(found for found in candidates(plans, shape, sm_count) if not found.refused)
+    judged = candidates(plans, shape, sm_count, clusters, cluster)
+    return next(found for found in judged if not found.refused)
 
 
-def explain_call(plans: Plans, shape: TopkShape, sm_count: int) -> str:
-    """Which kernels a call takes and what is checked, for people."""
+def explain_call(
+    plans: Plans, shape: TopkShape, sm_count: int, clusters: Clusters | None = None, cluster: int | None = None
+) -> str:
+    """Which of the `candidates` a call takes and what is checked, for people."""
     values = shape.values
     lines = [f"shape: {shape.rows} rows of {shape.width} scores, k {shape.k}", "sizes:"]
     lines += [f"  {_verdict(guard, values)}" for guard in SIZE_GUARDS]
     lines.append("candidates:")
-    judged = candidates(plans, shape, sm_count)
+    judged = candidates(plans, shape, sm_count, clusters, cluster)
     for found in judged:
         verdict = "refused" if found.refused else f"fits, {found.ctas} CTAs"
-        lines += [f"  {_slugs(found)}: {verdict}", *([f"    {found.why}"] if found.why else [])]
-    deciding = (*SIZE_GUARDS, FIT_GUARD, PARTS_GUARD)
+        size = f" in clusters of {found.cluster}" if found.cluster > 1 else ""
+        lines += [f"  {_slugs(found)}{size}: {verdict}", *([f"    {found.why}"] if found.why else [])]
+    deciding = (*SIZE_GUARDS, FIT_GUARD, PARTS_GUARD, CLUSTER_GUARD)
     of_call = [guard for guard in LAUNCH_GUARDS if guard not in deciding]
     lines += ["checked on the arguments of each call:", *(f"  [{g.guard_id}] {g.expression}" for g in of_call)]
     if not all(guard.holds(values) for guard in SIZE_GUARDS):
         return "\n".join([*lines, "chosen: none"])
     chosen = next(found for found in judged if not found.refused)
-    parts = f", {chosen.split.parts} a row" if chosen.split else ""
+    shared = chosen.split.parts if chosen.split else chosen.cluster
+    parts = f", {shared} a row" if shared > 1 else ""
     grid = f"grid: {chosen.ctas} CTAs{parts}"
     return "\n".join([*lines, f"chosen: {_slugs(chosen)}", grid, f"workspace: {chosen.workspace_bytes} B"])
 
@@ -134,6 +176,16 @@ def _judge_resident(plan: KernelPlan, shape: TopkShape, sm_count: int) -> Candid
     values = {**shape.values, "row_scores": plan.threads * plan.constant("kWords") * word_scores}
     ctas = min(shape.rows, sm_count * resident_ctas(plan))
     return Candidate((plan,), not FIT_GUARD.holds(values), ctas, _verdict(FIT_GUARD, values))
+
+
+def _judge_cluster(plan: KernelPlan, shape: TopkShape, cluster: int, clusters: int) -> Candidate:
+    vector_scores = VECTOR_BYTES * 8 // SCORE_TYPES[str(plan.variant.axis("score"))].bits
+    vectors = -(-(shape.width + shape.lead) // vector_scores)
+    held = plan.threads * plan.constant("kWords") * WORD_BYTES // VECTOR_BYTES * vector_scores
+    part = {"part_scores": -(-vectors // cluster) * vector_scores, "row_scores": held}
+    values = {**shape.values, **part, "cluster": cluster, "clusters": clusters}
+    refused, ctas = not CLUSTER_GUARD.holds(values), shape.rows * cluster
+    return Candidate((plan,), refused, ctas, _verdict(CLUSTER_GUARD, values), cluster=cluster)
 
 
 def _judge_split(count: KernelPlan, select: KernelPlan, shape: TopkShape, sm_count: int) -> Candidate:
