@@ -189,6 +189,7 @@ class Kernels(CacheOps, IndexCacheOps, StepOps):
         self._decode_routes = OpRoutes(self._driver, DECODE_FORM, 1, enabled=plainly)
         self._tables, self._texts = read_tables() if OP in spec.ops else ChoiceTables(), {}
         self._launches = knobs.SPARSE_DECODE_LAUNCHES.get()
+        self._fitting: dict[tuple[str, int, int], bool] = {}
         self._plans: PlanCache[PlanKey, SparseDecodePlan] = PlanCache(dropped=self._decode_routes.forget)
         self._topk_routes = OpRoutes(self._driver, TOPK_FORM, 0, enabled=not (self._debug_sync or self._checks_values))
         self._topk_plans = PlanCache(dropped=self._topk_routes.forget)

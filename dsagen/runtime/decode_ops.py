@@ -18,7 +18,7 @@ from dsagen.runtime import traced
 from dsagen.runtime.decode_lists import check_index_values
 from dsagen.runtime.decode_outputs import make_outputs
 from dsagen.runtime.device_memory import new_output
-from dsagen.runtime.launch import OpRoutes
+from dsagen.runtime.launch import OpRoutes, Step, launch_config
 from dsagen.runtime.op_methods import OpMethods
 from dsagen.runtime.plan_cache import PlanCache, PlanKey
 from dsagen.runtime.sparse_decode import (
@@ -48,6 +48,8 @@ class DecodeOps(OpMethods):
     _texts: dict[str, str]
     # Launches of a call that DSAGEN_SPARSE_DECODE_LAUNCHES asks for.
     _launches: int | None
+    # Whether there is room for a cluster, by the kernel's slug, CTAs, and the device.
+    _fitting: dict[tuple[str, int, int], bool]
 
     def sparse_decode_workspace_bytes(
         self,
@@ -362,8 +364,32 @@ class DecodeOps(OpMethods):
 
     def _judge(self, kernels: DeviceKernels, shape: DecodeShape, num_splits: int | None) -> tuple[Candidate, ...]:
         spec, sm_count = self.spec, kernels.facts.sm_count
-        options = num_splits, self._decide(kernels, shape), self._launches
-        return candidates(kernels.mains, shape, (spec.topk, spec.extra_topk), sm_count, spec.determinism, *options)
+        given = (
+            shape,
+            (spec.topk, spec.extra_topk),
+            sm_count,
+            spec.determinism,
+            num_splits,
+            self._decide(kernels, shape),
+        )
+        judged = candidates(kernels.mains, *given, self._launches)
+        chosen = next((found for found in judged if not found.refusals), None)
+        # Of a table or the knob a cluster that does not fit is an error; the cost model can do without.
+        asked = self._launches is not None or (chosen is not None and chosen.row is not None)
+        if chosen is None or asked or not chosen.partition.one_launch or self._fits_cluster(kernels, chosen):
+            return judged
+        return candidates(kernels.mains, *given, 2)
+
+    def _fits_cluster(self, kernels: DeviceKernels, chosen: Candidate) -> bool:
+        """Whether this process may use enough multiprocessors of the device for the cluster of a choice."""
+        key = chosen.plan.slug, chosen.partition.cluster, kernels.ordinal
+        if key not in self._fitting:
+            step = Step(
+                self._loader.load(chosen.plan, kernels.ordinal), chosen.partition.cluster, chosen.partition.cluster
+            )
+            config = launch_config(step, 0)
+            self._fitting[key] = self._driver.most_clusters(kernels.ordinal, step.kernel.handle, config) > 0
+        return self._fitting[key]
 
     def _decide(self, kernels: DeviceKernels, shape: DecodeShape) -> Decision:
         """What the choice tables say of a shape on a device."""

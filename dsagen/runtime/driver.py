@@ -316,7 +316,12 @@ class CudaDriver:
         """What the driver reckons from the kernel's resources and the multiprocessors of the context."""
         alone = self._launch_config(replace(config, overlaps_previous=False))
         with self._current(ordinal):
-            return int(self._call("cuOccupancyMaxActiveClusters", kernel.function, alone))
+            try:
+                return int(self._call("cuOccupancyMaxActiveClusters", kernel.function, alone))
+            except DriverError as error:
+                if error.code != "CUDA_ERROR_INVALID_CLUSTER_SIZE":
+                    raise
+                return 0
 
     def _launch_config(self, config: LaunchConfig) -> Any:
         launch = self._cuda.CUlaunchConfig()

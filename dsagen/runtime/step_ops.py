@@ -243,8 +243,9 @@ class StepOps(StepSelection, DecodeOps):
         layer chooses for each token (V4.1: 2048), for which the plan allocates memory. `histogram` counts scores where
         they are made, in the place of top-k's first pass, by default where the spec declares it, blocks share rows and
         there are few; results are the same. `workspace` is uint8 memory of `decode_step_workspace_bytes` that serves
-        nothing else; without it the plan allocates its own. Loads kernels that are not loaded yet. GuardError for sizes
-        past a limit, FrozenError during graph capture.
+        nothing else; without it the plan allocates its own. Loads attention's kernels; `prepare` loads those of the
+        other stages, too, which a first call under capture needs. GuardError for sizes past a limit, FrozenError during
+        graph capture.
         """
         ordinal, shape, widths = self._step_shape(batch, next_n, max_seq_len, k, window, device)
         if self._driver.is_capturing(ordinal):
@@ -385,8 +386,12 @@ class StepOps(StepSelection, DecodeOps):
         kernel = self._on(ordinal).by_role[LOGITS, COUNTED][0]
         if self._counts(None, shape, ordinal):
             return [f"scores are counted by {kernel.slug}, and row_split selects without a first pass"]
+        selection = TopkShape(shape.rows, shape.max_seq_len, shape.k, self.spec.most_selected)
+        cluster = self._choose_topk(ordinal, selection).cluster
         reason = "rows that no blocks share have no first pass"
-        if shape.next_n > most_counted(kernel):
+        if cluster > 1:
+            reason = f"clusters of {cluster} CTAs hold the rows, and read them once"
+        elif shape.next_n > most_counted(kernel):
             reason = f"{kernel.slug} has room for counts of {most_counted(kernel)} tokens of a request"
         elif shape.rows > MOST_COUNTED_ROWS:
             reason = f"measured on an H200 it brings nothing for more than {MOST_COUNTED_ROWS} tokens"

@@ -111,8 +111,8 @@ class StepSelection(IndexerOps, TopkOps):
         options = TopkOptions(k, page_size, drop_neg_inf=False, ordered=require_determinism(plan.determinism))
         arguments, ordinal = self._bind_topk(tensors, options, selection)
         chosen = self._choose_topk(ordinal, shape_of(tensors, k, self.spec))
+        # Claimed before the scores were counted: who claims may set zeros, which would lose the counts.
         stream = self._driver.current_stream(ordinal)
-        selection.claim(stream)
         kernel = self._loader.load(chosen.plans[-1], ordinal)
         step = Step(kernel, chosen.ctas, overlaps=selection.is_dependent)
         outputs = output_arguments(tensors, into.ids)

@@ -288,8 +288,9 @@ class TopkOps(OpMethods):
             return most
         if ordinal not in self._topk_clusters:
             kernel = self._loader.load(wanted.plans[0], ordinal)
-            steps = {size: Step(kernel, size * count, size) for size, count in most.items()}
-            self._topk_clusters[ordinal] = {
+            # Fewer multiprocessors than a cluster has CTAs would be a grid of none, which the driver does not take.
+            steps = {size: Step(kernel, size * count, size) for size, count in most.items() if count > 0}
+            self._topk_clusters[ordinal] = dict.fromkeys(CLUSTER_SIZES, 0) | {
                 size: self._driver.most_clusters(ordinal, kernel.handle, launch_config(step, 0))
                 for size, step in steps.items()
             }

@@ -129,10 +129,11 @@ class TopkPlan:
             if self._stream is None and self.workspace is not None:
                 self._driver.keep_for_stream(self._ordinal, self.workspace)
             self._stream = stream
-            self._hold_stream(stream)
             if not self._is_clean and self.workspace is not None:
                 self.workspace.zero_()
-                self._is_clean = True
+                # A capture only records that: until a replay the memory stays as it is.
+                self._is_clean = not self._driver.is_capturing(self._ordinal)
+            self._hold_stream(stream if self._is_clean else None)
 
     def arguments(self) -> dict[str, Number]:
         """The arguments that the plan gives."""

@@ -111,6 +111,8 @@ class FakeDriver:
         return run
 
     def most_clusters(self, ordinal: int, kernel: str, config: LaunchConfig) -> int:
+        if config.grid < 1 or config.grid % config.cluster:
+            raise DriverError("cuOccupancyMaxActiveClusters", "CUDA_ERROR_INVALID_VALUE", "invalid argument")
         return self.clusters
 
     def launcher(self):

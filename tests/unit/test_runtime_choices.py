@@ -172,6 +172,19 @@ def test_a_device_that_holds_no_cluster_names_the_way_out(table):
         kernels.plan_sparse_decode(*SHAPE)
 
 
+def test_the_cost_model_does_without_a_cluster_where_none_fits(monkeypatch):
+    monkeypatch.setenv("DSAGEN_SPARSE_DECODE_BODY", "hopper")
+    for clusters, launches in ((1, 1), (0, 2)):
+        driver = FakeDriver(clusters=clusters)
+        kernels = Kernels(SPEC, open_driver=lambda driver=driver: driver, read=fake_cubins)
+        plan = kernels.plan_sparse_decode(64, 1, 2048)
+        assert (plan.num_splits, plan.launches) == (2, launches)
+        assert (kernels.sparse_decode_workspace_bytes(64, 1, 2048) > 0) == (launches == 2)
+    monkeypatch.setenv("DSAGEN_SPARSE_DECODE_LAUNCHES", "1")
+    with pytest.raises(GuardError, match=r"SD-30.*a cluster of 2 CTAs"):
+        Kernels(SPEC, open_driver=lambda: driver, read=fake_cubins).plan_sparse_decode(64, 1, 2048)
+
+
 def test_a_plan_for_no_tokens_needs_no_room_for_clusters(table, monkeypatch):
     monkeypatch.setenv("DSAGEN_SPARSE_DECODE_LAUNCHES", "1")
     monkeypatch.setenv("DSAGEN_SPARSE_DECODE_BODY", "hopper")

@@ -144,7 +144,7 @@ def test_rows_that_clusters_hold_are_not_counted(monkeypatch):
     assert kernels.plan_decode_step(BATCH, 1, 262_144, k=K).selection.counted is None
     assert kernels.plan_decode_step(BATCH, 1, 262_145, k=K).selection.counted is not None
     told = kernels.explain("decode_step", batch=BATCH, width=WIDTH, topk=K)
-    assert "scores are not counted where they are made: rows that no blocks share have no first pass" in told
+    assert "scores are not counted where they are made: clusters of 8 CTAs hold the rows, and read them once" in told
 
 
 def test_more_tokens_than_gain_by_counts_have_none_unless_they_are_asked_for(monkeypatch):
@@ -200,6 +200,24 @@ def test_a_selection_that_is_refused_leaves_no_counts(monkeypatch):
     plan.selection.workspace.fill_(1)
     kernels.decode_step(**given(), plan=plan)
     assert not plan.selection.workspace.any()
+
+
+def test_zeros_that_a_capture_records_are_not_there_yet(monkeypatch):
+    driver, kernels = make()
+    plan = kernels.plan_decode_step(BATCH, 1, WIDTH, k=K)
+    kernels.decode_step(**given(), plan=plan)
+    plan.selection.spoil()
+    driver.capturing = True
+    kernels.decode_step(**given(), plan=plan)
+    driver.capturing = False
+    # Until a replay memory is as it was, so the next call sets zeros itself: before the scores are counted, and no later.
+    plan.selection.workspace.fill_(1)
+    before, zeroed = len(driver.launches), []
+    zero = torch.Tensor.zero_
+    monkeypatch.setattr(torch.Tensor, "zero_", lambda t: (zeroed.append(len(driver.launches)), zero(t))[1])
+    kernels.decode_step(**given(), plan=plan)
+    assert zeroed == [before] and not plan.selection.workspace.any()
+    assert kinds(kernels, driver)[before:][:2] == ["counted", "select"]
 
 
 def test_values_are_checked_where_that_is_asked_for(monkeypatch):
