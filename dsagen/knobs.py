@@ -300,8 +300,9 @@ SPARSE_DECODE_BODY: Knob[str | None] = Knob(
     "DSAGEN_SPARSE_DECODE_BODY",
     "|".join(BODIES),
     None,
-    "Body of sparse_decode's main kernels, whatever choice tables say: 'hopper' where it is built (sm_90a, up to 32 "
-    "heads in a CTA), 'mma_sync' elsewhere. Default: what a table names, else 'hopper' where it is built.",
+    "Body of sparse_decode's main kernels, whatever choice tables say: 'hopper' where it is built (sm_90a, one KV "
+    "head, up to 32 heads in a CTA), 'mma_sync' elsewhere. Default: what a table names, else 'hopper' where it is "
+    "built.",
     partial(_parse_choice, choices=BODIES),
 )
 SPARSE_DECODE_LAUNCHES: Knob[int | None] = Knob(

@@ -210,7 +210,7 @@ def test_zeros_that_a_capture_records_are_not_there_yet(monkeypatch):
     driver.capturing = True
     kernels.decode_step(**given(), plan=plan)
     driver.capturing = False
-    # Until a replay memory is as it was, so the next call sets zeros itself: before the scores are counted, and no later.
+    # Until a replay memory is as it was, so the next call sets zeros itself, before the scores are counted.
     plan.selection.workspace.fill_(1)
     before, zeroed = len(driver.launches), []
     zero = torch.Tensor.zero_

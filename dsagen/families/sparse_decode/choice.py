@@ -168,7 +168,7 @@ def explain_choice(judged: Sequence[Candidate], shape: DecodeShape, decision: De
         f"partition: {part.head_groups} head group(s) of up to {part.group_heads} heads, {part.num_splits} split(s) of "
         f"up to {len(part.tiles_of(0))} of {part.row_tiles} tiles; {part.main_ctas} CTAs, "
         + (f"in clusters of {part.cluster} that combine" if part.one_launch else f"combine {part.combine_ctas}"),
-        f"splits: {part.why}" + (" (untuned: no measured table for this device)" if part.untuned else ""),
+        f"splits: {part.why}" + (" (untuned: no row of a choice table covers it)" if part.untuned else ""),
         f"workspace: {part.workspace_bytes} B",
     ]
     return "\n".join(lines)
