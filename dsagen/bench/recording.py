@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from dsagen.errors import StoreError
 from dsagen.evidence import EvidenceRow, load_evidence, read_rows, record, row_for
 from dsagen.matrix import expand
 from dsagen.plan import KernelPlan
-from dsagen.render import render
+from dsagen.render import RenderedUnit, render
 from dsagen.spec import DeploymentSpec
 
 
@@ -35,18 +36,35 @@ def last_times_us(device: str, file: Path | None = None, store: Store | None = N
 def last_cases(
     specs: Sequence[DeploymentSpec], file: Path | None = None, store: Store | None = None
 ) -> list[Mapping[str, Any]]:
-    """The last recorded figures of each case of these specs, on the device that was measured last."""
+    """The last figures of each case of these specs, recorded of kernels that they have now, on one device.
+
+    A measurement stands in a row of each kernel that ran. It counts where all of these are kernels of the spec: figures
+    of other bodies and other texts do not belong beside them. The device is the one that was measured last.
+    """
     rows: Iterable[EvidenceRow] = load_evidence(store or Store.open())
     if file is not None and file.is_file():
         rows = (*rows, *read_rows(file))
     ordered = sorted((row for row in rows if row.kind == "benchmark"), key=lambda row: row.date)
-    names = {spec.name for spec in specs}
-    found: dict[tuple[str, CaseKey], Mapping[str, Any]] = {}
+    units = {spec.name: _units(spec, {row.arch for row in ordered}) for spec in specs}
+    measured: dict[str, tuple[str, Mapping[str, Any]]] = {}
+    stale: set[str] = set()
     for row in ordered:
-        for case in row.figures.get("cases", ()):
-            if case["spec"] in names and row.device == ordered[-1].device:
-                found[case["spec"], case_key(case["case"])] = case
-    return list(found.values())
+        own = [case for case in row.figures.get("cases", ()) if case["spec"] in units]
+        matching = {name for name in {case["spec"] for case in own} if any(map(row.matches, units[name]))}
+        for case in own:
+            measurement = json.dumps([row.device, case], sort_keys=True)
+            measured[measurement] = (row.device, case)
+            if case["spec"] not in matching:
+                stale.add(measurement)
+    kept = [found for measurement, found in measured.items() if measurement not in stale]
+    last = {(case["spec"], case_key(case["case"])): case for device, case in kept if device == kept[-1][0]}
+    return list(last.values())
+
+
+def _units(spec: DeploymentSpec, archs: Set[str]) -> list[RenderedUnit]:
+    """The spec's kernels for those of its archs that are among `archs`."""
+    wanted = [arch for arch in spec.archs if arch in archs]
+    return [render(plan) for plan in expand(spec, wanted).plans()] if wanted else []
 
 
 def record_figures(

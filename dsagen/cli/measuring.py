@@ -41,7 +41,9 @@ if TYPE_CHECKING:
 )
 @click.option("--time-limit", type=click.IntRange(min=1), help="Seconds after which no other shape of a list is begun.")
 @click.option("--plot", type=NamedPath(path_type=Path, file_okay=False), help="Folder for pictures and index.html.")
-@click.option("--recorded", is_flag=True, help="Measure nothing: show the last record, for --plot or --json.")
+@click.option(
+    "--recorded", is_flag=True, help="Measure nothing: show the last record of these kernels, for --plot or --json."
+)
 @click.option(
     "--record",
     type=NamedPath(path_type=Path, dir_okay=False),

@@ -13,7 +13,6 @@ from dsagen.bench.cases import BATCHES, decode_cases
 from dsagen.bench.data import DecodeCase
 from dsagen.bench.figures import DecodeFigures, PeerFigure
 from dsagen.bench.plots import write_plots
-from dsagen.bench.recording import last_cases
 from dsagen.cli import main
 from dsagen.errors import SpecError
 from dsagen.spec import load_spec
@@ -104,16 +103,6 @@ def test_without_matplotlib_or_figures_it_says_so(tmp_path: Path, monkeypatch: p
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(SpecError, match=r"pip install 'dsagen\[plots\]'"):
         write_plots(recorded(), tmp_path)
-
-
-def test_the_last_record_is_shown_without_a_device(capsys: pytest.CaptureFixture[str]) -> None:
-    cases = last_cases([load_spec("v32_h16")])
-    assert {case["spec"] for case in cases} == {"v32_h16"}
-    # Every shape once, whichever run was the last to measure it.
-    shapes = [json.dumps(case["case"], sort_keys=True) for case in cases]
-    assert len(set(shapes)) == len(shapes) and {1, 16, 128} <= {case["case"]["batch"] for case in cases}
-    assert main(["bench", "v32_h16", "--recorded", "--json"]) == 0
-    assert len(json.loads(capsys.readouterr().out)["figures"]) == len(cases)
 
 
 @pytest.mark.parametrize(
