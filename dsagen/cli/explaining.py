@@ -185,6 +185,7 @@ def _topk_lines(selection: Selection, rows: int, topk: int | None, width: int | 
 def _logits_lines(selection: Selection, batch: int, next_n: int, width: int | None, sms: int | None) -> list[str]:
     """What a call of the indexer takes on each arch; none where the spec has no such op."""
     from dsagen.arch import arch
+    from dsagen.families.indexer_logits.forms import COUNTED
     from dsagen.families.indexer_logits.op import LogitsShape, explain_forms
 
     index, archs = selection.spec.index, _archs_of(selection, "indexer_logits")
@@ -197,7 +198,10 @@ def _logits_lines(selection: Selection, batch: int, next_n: int, width: int | No
         lines.append(title)
         if count is not None:
             plans = [
-                p for p in selection.matrix.plans() if (p.variant.family, p.variant.arch) == ("indexer_logits", name)
+                p
+                for p in selection.matrix.plans()
+                # Only steps count scores.
+                if (p.variant.family, p.variant.arch) == ("indexer_logits", name) and p.variant.kernel != COUNTED
             ]
             shape, reasons = LogitsShape(batch, next_n, width or 0, index.heads), selection.matrix.reasons()
             lines.append(explain_forms(plans, shape, count, arch(name), reasons))
@@ -245,14 +249,16 @@ def _multiprocessors(selection: Selection, name: str, sms: int | None) -> tuple[
 
 
 def _plans_by_kernel(selection: Selection, family: str, arch: str) -> dict[str, list[KernelPlan]]:
-    plans = [p for p in selection.matrix.plans() if (p.variant.family, p.variant.arch) == (family, arch)]
+    """Kernels that calls take; dependent forms are those of steps."""
+    from dsagen.dependent import is_dependent
+
+    found = [p for p in selection.matrix.plans() if (p.variant.family, p.variant.arch) == (family, arch)]
+    plans = [plan for plan in found if not is_dependent(plan.variant)]
     return {kernel: [p for p in plans if p.variant.kernel == kernel] for kernel in {p.variant.kernel for p in plans}}
 
 
 def _main_plans(selection: Selection, family: str, arch: str) -> list[KernelPlan]:
-    wanted = (family, arch, "main")
-    plans = selection.matrix.plans()
-    return [plan for plan in plans if (plan.variant.family, plan.variant.arch, plan.variant.kernel) == wanted]
+    return _plans_by_kernel(selection, family, arch)["main"]
 
 
 def _spec_guard_lines(selection: Selection) -> list[str]:

@@ -165,6 +165,22 @@ def test_explain_of_a_call_speaks_of_each_op_that_the_spec_has(capsys, tmp_path)
     assert code == 0 and "sm_80: no device of this arch was measured: give its multiprocessors with --sms" in out
 
 
+@pytest.mark.parametrize("body", ["hopper", "mma_sync"])
+def test_explain_of_a_call_names_no_kernel_that_only_steps_take(capsys, tmp_path, monkeypatch, body):
+    monkeypatch.setenv("DSAGEN_SPARSE_DECODE_BODY", body)
+    spec = tmp_path / "step.yaml"
+    index = "{heads: 64, accumulation: fast, histogram: true}"
+    spec.write_text(
+        f"model: v32\nheads: 16\narchs: [sm_90a]\nops: [indexer_logits, topk, sparse_decode]\nindex: {index}\n"
+    )
+    every = run(capsys, "explain", str(spec))[1]
+    assert "launch.dependent" in every and "indexer_logits-counted-" in every
+    code, out, _ = run(capsys, "explain", str(spec), "--batch", "4", "--width", "16384")
+    assert code == 0 and "launch.dependent" not in out and "-counted-" not in out
+    assert "chosen: topk-main-row_resident-sm_90a-score.fp32-threads.1024-smem.227\n" in out
+    assert f"chosen: sparse_decode-main-{body}-" in out and "kernel: indexer_logits-main-" in out
+
+
 def test_explain_of_a_call_of_topk_needs_the_width(capsys, tmp_path):
     spec = tmp_path / "topk.yaml"
     spec.write_text("model: v32\nheads: 16\narchs: [sm_90a]\nops: [topk]\n")
