@@ -15,10 +15,9 @@ from dsagen import knobs
 from dsagen.arch import arch as arch_row
 from dsagen.build.bundle import is_bundle, read_bundle
 from dsagen.errors import DeviceError, DsagenError, GuardError, SpecError, StoreError
-from dsagen.families.sparse_decode.choice import explain_choice
 from dsagen.families.sparse_decode.choice_table import ChoiceTables, read_tables
 from dsagen.families.topk.op import Candidate as TopkCandidate
-from dsagen.families.topk.op import TopkShape, explain_call
+from dsagen.families.topk.op import TopkShape
 from dsagen.family import family_of_op
 from dsagen.guard import rename, require_int
 from dsagen.log import configure_library_logging
@@ -57,7 +56,8 @@ from dsagen.runtime.loader import Loader, ReadCode, device_arch, read_cubins
 from dsagen.runtime.plan_cache import PlanCache, PlanKey
 from dsagen.runtime.sparse_decode import FORM as DECODE_FORM
 from dsagen.runtime.sparse_decode import OP, DecodeBinder, SparseDecodePlan
-from dsagen.runtime.step_ops import STEP, StepOps
+from dsagen.runtime.step_explaining import StepExplaining
+from dsagen.runtime.step_ops import STEP
 from dsagen.runtime.topk import FORM as TOPK_FORM
 from dsagen.runtime.topk import OP as TOPK_OP
 from dsagen.spec import DeploymentSpec, load_spec
@@ -145,7 +145,7 @@ def _load_bundle(
     return Kernels(chosen.spec, device=device, archs=archs or chosen.archs, read=code, select=code.without_absent)
 
 
-class Kernels(CacheOps, IndexCacheOps, StepOps):
+class Kernels(CacheOps, IndexCacheOps, StepExplaining):
     """Kernels of one deployment, made by `dsagen.load`. Safe to use from several threads.
 
     `open_driver` and `read` are what a test replaces: the driver, and where cubins come from. `select` makes of the
@@ -275,13 +275,12 @@ class Kernels(CacheOps, IndexCacheOps, StepOps):
         given = {"topk": topk, "extra_topk": extra_topk, "num_splits": num_splits, "width": width}
         self._require_explained(op, [name for name, value in given.items() if value is not None])
         kernels = self._on(self._ordinal(device))
-        facts, arch = kernels.facts, kernels.arch
-        head = f"{op}: {self.spec.name} on device {kernels.ordinal} ({facts.name}, {arch}, {facts.sm_count} SMs)"
+        head = self._explained_head(op, kernels)
         if op == STEP:
             sizes = require_int("batch", batch), require_int("s_q", s_q), _required_width(op, width)
             k, window = (topk, None) if self.spec.extra_kv is None else (extra_topk, topk)
             try:
-                text = self._explain_step(self.explain, kernels.ordinal, sizes, k, window, num_splits)
+                text = self._explain_step(kernels, sizes, k, window, num_splits)
             except GuardError as error:
                 selected = "topk" if self.spec.extra_kv is None else "extra_topk"
                 names = {"next_n": "s_q", "batch, next_n": "batch, s_q", "max_seq_len": "width", "k": selected}
@@ -301,18 +300,11 @@ class Kernels(CacheOps, IndexCacheOps, StepOps):
             columns = _required_width(op, width)
             rows = require_int("batch", batch) * require_int("s_q", s_q)
             wanted = TopkShape(rows, columns, slots, capacity)
-            plans = {role: plans for (name, role), plans in kernels.by_role.items() if name == TOPK_OP}
-            options = facts.sm_count, self._clusters_for_topk(kernels.ordinal, wanted), self._topk_cluster
-            return f"{head}\n{explain_call(plans, wanted, *options)}"
+            return f"{head}\n{self._explain_topk(kernels, wanted)}"
         if extra_topk is None:
             extra_topk = self.spec.extra_topk
-        shape = self._shape(batch, s_q, self.spec.topk if topk is None else topk, extra_topk)
-        judged = self._judge(kernels, shape, num_splits)
-        combine = next(
-            (f"combine: {kernels.combine.slug}" for c in judged if not c.refusals and c.partition.combine_ctas), ""
-        )
-        told = explain_choice(judged, shape, self._decide(kernels, shape))
-        return "\n".join(filter(None, (head, told, combine)))
+        widths = batch, s_q, self.spec.topk if topk is None else topk, extra_topk
+        return f"{head}\n{self._explain_decode(kernels, widths, num_splits)}"
 
     def _require_explained(self, op: str, given: Sequence[str]) -> None:
         """Refuse what a call of the op does not have."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from dsagen.arch import arch
 from dsagen.errors import GuardError
-from dsagen.families.indexer_logits.forms import BLOCKS, CANDIDATES, RAGGED, ROLES
+from dsagen.families.indexer_logits.forms import BLOCKS, CANDIDATES, COUNTED, RAGGED, ROLES
 from dsagen.families.indexer_logits.guards import RAGGED_TILES_GUARD, TILES_GUARD
 from dsagen.families.indexer_logits.op import (
     LogitsShape,
@@ -343,9 +343,13 @@ class IndexerOps(OpMethods):
                 f"[T-11] {method}: the spec {self.spec.name} declares index.forms {', '.join(forms)}: add {form} there"
             )
 
-    def _explain_logits(self, ordinal: int, batch: int, next_n: int, width: int) -> str:
-        """What a call of that shape takes, in each form of keys that the spec has."""
+    def _explain_logits(
+        self, ordinal: int, batch: int, next_n: int, width: int, roles: Sequence[str] | None = None
+    ) -> str:
+        """What a call of that shape takes, in each form of keys that the spec has; of a step, kernels of `roles`."""
         on = self._on(ordinal)
-        plans = [plan for (op, _), plans in on.by_role.items() if op == OP for plan in plans]
+        kernels = [(role, plan) for (op, role), plans in on.by_role.items() if op == OP for plan in plans]
+        # Only steps count scores.
+        plans = [plan for role, plan in kernels if (role != COUNTED if roles is None else role in roles)]
         shape = LogitsShape(batch, next_n, width, index_of(self.spec).heads)
         return explain_forms(plans, shape, on.facts.sm_count, arch(on.arch), self._matrix.reasons())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -345,15 +344,6 @@ class StepOps(StepSelection, DecodeOps):
             )
         return asked
 
-    def _told_of_overlap(self, requests: int, ordinal: int) -> list[str]:
-        """How the launches of a step follow each other by default, for people; nothing where they have no choice."""
-        if not self._can_overlap(ordinal):
-            return []
-        limit = f"measured to be faster from {LEAST_REQUESTS} requests on"
-        if self._overlaps(None, requests, ordinal):
-            return [f"top-k of few rows and attention begin while the stage before them ends: {limit}"]
-        return [f"top-k begins behind the scores; overlapping launches are {limit} (overlap=True asks for them)"]
-
     def _counts(self, asked: bool | None, shape: StepShape, ordinal: int) -> bool:
         """Whether a step's scores are counted where they are made; GuardError where that is asked for and cannot be."""
         if asked is not None and not require_bool("histogram", asked):
@@ -378,24 +368,6 @@ class StepOps(StepSelection, DecodeOps):
                 raise GuardError(f"[T-22] histogram: {rows}: {text}")
             return True
         return shares and shape.rows <= MOST_COUNTED_ROWS and COUNTED_GUARD.holds(values)
-
-    def _explain_counts(self, shape: StepShape, ordinal: int) -> list[str]:
-        """Whether scores are counted where they are made, of a spec that declares it."""
-        if not index_of(self.spec).histogram:
-            return []
-        kernel = self._on(ordinal).by_role[LOGITS, COUNTED][0]
-        if self._counts(None, shape, ordinal):
-            return [f"scores are counted by {kernel.slug}, and row_split selects without a first pass"]
-        selection = TopkShape(shape.rows, shape.max_seq_len, shape.k, self.spec.most_selected)
-        cluster = self._choose_topk(ordinal, selection).cluster
-        reason = "rows that no blocks share have no first pass"
-        if cluster > 1:
-            reason = f"clusters of {cluster} CTAs hold the rows, and read them once"
-        elif shape.next_n > most_counted(kernel):
-            reason = f"{kernel.slug} has room for counts of {most_counted(kernel)} tokens of a request"
-        elif shape.rows > MOST_COUNTED_ROWS:
-            reason = f"measured on an H200 it brings nothing for more than {MOST_COUNTED_ROWS} tokens"
-        return [f"scores are not counted where they are made: {reason}"]
 
     def _step_shape(
         self, batch: int, next_n: int, max_seq_len: int, k: int | None, window: int | None, device: Device | None
@@ -432,34 +404,3 @@ class StepOps(StepSelection, DecodeOps):
             shape.batch, shape.next_n, widths[0], extra_topk=widths[1], num_splits=num_splits, device=ordinal
         )
         return selection, attention
-
-    def _explain_step(
-        self,
-        explain: Callable[..., str],
-        ordinal: int,
-        sizes: tuple[int, int, int],
-        k: int | None,
-        window: int | None,
-        num_splits: int | None,
-    ) -> str:
-        """What each stage of a step takes, told by `explain`, and the workspace that they share."""
-        _, shape, (topk, extra_topk) = self._step_shape(*sizes, k, window, ordinal)
-        stage_bytes = self._stage_bytes(shape, (topk, extra_topk), num_splits, ordinal)
-        layout = layout_of(shape, str(self.spec.scores), *stage_bytes)
-        common = {"batch": shape.batch, "s_q": shape.next_n, "device": ordinal}
-        texts = (
-            explain("indexer_logits", width=shape.max_seq_len, **common),
-            explain("topk", width=shape.max_seq_len, topk=shape.k, **common),
-            explain("sparse_decode", topk=topk, extra_topk=extra_topk, num_splits=num_splits, **common),
-        )
-        return "\n".join(
-            (
-                f"{' -> '.join(CHAIN_OPS)}: {shape.k} of up to {shape.max_seq_len} keys for each of {shape.rows} "
-                "tokens",
-                f"a token that sees no more than {shape.k} keys is not scored",
-                *self._told_of_overlap(shape.batch, ordinal),
-                *self._explain_counts(shape, ordinal),
-                *texts,
-                f"workspace of the step: {layout.total_bytes} B, {layout.ids} B of them scores",
-            )
-        )

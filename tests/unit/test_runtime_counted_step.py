@@ -120,9 +120,15 @@ def test_scores_are_counted_where_blocks_share_rows():
     assert kernels.plan_decode_step(BATCH, 1, 32_769, k=K).selection.counted is not None
     text = kernels.explain("decode_step", batch=BATCH, width=WIDTH, topk=K)
     assert "scores are counted by indexer_logits-counted-hopper-" in text and "[IL-33] next_n <= counted" in text
+    scoring, selecting = kernels.decode_step_slugs(kernels.plan_decode_step(BATCH, 1, WIDTH, k=K))[:2]
+    assert [line for line in text.splitlines() if line.startswith("kernel: ")] == [f"kernel: {scoring}"]
+    assert f"chosen: {selecting}\n" in text and "-count-" not in text.split("chosen: ")[1]
     text = kernels.explain("decode_step", batch=BATCH, s_q=3, width=WIDTH, topk=K)
     assert "scores are not counted where they are made: indexer_logits-counted-hopper-" in text
     assert "has room for counts of 2 tokens of a request" in text
+    assert "kernel: indexer_logits-counted-" not in text and "kernel: indexer_logits-main-" in text
+    # By itself no call counts.
+    assert "-counted-" not in kernels.explain("indexer_logits", batch=BATCH, width=WIDTH)
     text = kernels.explain("decode_step", batch=BATCH, width=1000, topk=K)
     assert "scores are not counted where they are made: rows that no blocks share have no first pass" in text
 

@@ -54,9 +54,34 @@ def test_by_default_the_requests_of_a_plan_decide_whether_launches_overlap(reque
     assert (plan.overlaps, plan.candidates.inside.is_dependent) == (overlaps, overlaps)
     assert any(slug.endswith("launch.dependent") for slug in kernels.decode_step_slugs(plan)) is overlaps
     text = kernels.explain("decode_step", batch=requests, width=WIDTH)
-    assert ("top-k of few rows and attention begin while the stage before them ends" in text) is overlaps
+    assert ("top-k and attention begin while the stage before them ends" in text) is overlaps
     assert ("(overlap=True asks for them)" in text) is not overlaps
     assert "measured to be faster from 64 requests on" in text
+
+
+@pytest.mark.parametrize("body", ["hopper", "mma_sync"])
+@pytest.mark.parametrize(
+    ("requests", "width", "begins_early"),
+    [
+        (4, 16_384, None),
+        (64, 16_384, True),
+        (64, 60_000, False),  # a row each for blocks that sweep it
+        (200, 4096, False),  # several rows an SM
+    ],
+)
+def test_what_is_told_of_a_step_is_what_its_plan_launches(requests, width, begins_early, body, monkeypatch):
+    monkeypatch.setenv("DSAGEN_SPARSE_DECODE_BODY", body)
+    _, kernels = make()
+    text = kernels.explain("decode_step", batch=requests, width=width, topk=K)
+    scoring, selecting, attending = kernels.decode_step_slugs(kernels.plan_decode_step(requests, 1, width, k=K))[:3]
+    assert selecting.endswith("launch.dependent") is (begins_early is True)
+    for line in (f"kernel: {scoring}", f"chosen: {selecting}", f"chosen: {attending}"):
+        assert line in text.splitlines()
+    assert ("top-k and attention begin while the stage before them ends" in text) is (begins_early is True)
+    only = "attention begins while top-k ends: measured to be faster from 64 requests on; of so many rows, or such long"
+    assert (only in text) is (begins_early is False)
+    # Calls by themselves follow nothing of ours.
+    assert "launch.dependent" not in kernels.explain("topk", batch=requests, width=width)
 
 
 def test_launches_do_not_overlap_where_the_arch_has_no_such_launches():

@@ -357,6 +357,32 @@ def test_explain_says_what_is_checked(kernels):
         kernels.explain("topk", batch=1)
 
 
+@pytest.mark.parametrize(
+    ("rows", "width", "needed", "planned"),
+    [
+        # Eight CTAs hold a row of so many scores that starts at 16 bytes, and none that starts behind.
+        (1, 262_144, 0, 270_592),
+        # Clusters of eight hold what one CTA does not.
+        (1, 32_768, 0, 0),
+        (1, LONG, 532_736, 532_736),
+    ],
+)
+def test_explain_tells_the_workspace_of_a_call_and_of_a_plan(rows, width, needed, planned):
+    _, kernels = make()
+    text = kernels.explain("topk", batch=rows, width=width).splitlines()[-1]
+    told = "" if needed == planned else f" (a plan has {planned} B, for rows that do not start at multiples of 16 B)"
+    assert text == f"workspace: {needed} B{told}"
+    assert kernels.plan_topk(rows, width, 2048).workspace_bytes == planned
+
+
+def test_explain_asks_the_device_for_clusters_that_only_a_plan_takes():
+    driver, kernels = make()
+    driver.clusters = 0
+    text = kernels.explain("topk", batch=1, width=32_768)
+    planned = kernels.topk_workspace_bytes(1, 32_768, 2048)
+    assert planned > 0 and text.endswith(f"(a plan has {planned} B, for rows that do not start at multiples of 16 B)")
+
+
 def test_only_order_asks_the_kernel_for_it():
     driver, kernels = make()
     for mode in DETERMINISM:

@@ -146,8 +146,13 @@ def choose(judged: Sequence[Candidate]) -> Candidate:
     raise GuardError(f"sparse_decode: no kernel takes this shape:\n  {listed}")
 
 
-def explain_choice(judged: Sequence[Candidate], shape: DecodeShape, decision: Decision = NO_DECISION) -> str:
-    """What was weighed and what came of it, for people."""
+def explain_choice(
+    judged: Sequence[Candidate],
+    shape: DecodeShape,
+    decision: Decision = NO_DECISION,
+    launched: KernelPlan | None = None,
+) -> str:
+    """What was weighed and what came of it, for people; `launched` is the form of the choice that a step's plan has."""
     width = f"topk {shape.topk}" + (f" + {shape.extra_topk} of the second cache" if shape.extra_topk else "")
     lines = [f"shape: batch {shape.batch}, s_q {shape.s_q}, heads {shape.heads}, {width}", "candidates:"]
     for candidate in judged:
@@ -164,7 +169,7 @@ def explain_choice(judged: Sequence[Candidate], shape: DecodeShape, decision: De
         return "\n".join([*lines, "chosen: none"])
     part = chosen.partition
     lines += [
-        f"chosen: {chosen.plan.slug}",
+        f"chosen: {(launched or chosen.plan).slug}",
         f"partition: {part.head_groups} head group(s) of up to {part.group_heads} heads, {part.num_splits} split(s) of "
         f"up to {len(part.tiles_of(0))} of {part.row_tiles} tiles; {part.main_ctas} CTAs, "
         + (f"in clusters of {part.cluster} that combine" if part.one_launch else f"combine {part.combine_ctas}"),

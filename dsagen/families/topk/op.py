@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dsagen.families.topk.family import CLUSTER, COUNT, RESIDENT, SELECT, STREAM
 from dsagen.families.topk.geometry import CLUSTER_SIZES, SCORE_TYPES, VECTOR_BYTES, WORD_BYTES
@@ -143,9 +143,17 @@ def choose(
 
 
 def explain_call(
-    plans: Plans, shape: TopkShape, sm_count: int, clusters: Clusters | None = None, cluster: int | None = None
+    plans: Plans,
+    shape: TopkShape,
+    sm_count: int,
+    clusters: Clusters | None = None,
+    cluster: int | None = None,
+    launched: Sequence[KernelPlan] | None = None,
 ) -> str:
-    """Which of the `candidates` a call takes and what is checked, for people."""
+    """Which of the `candidates` a call takes and what is checked, for people.
+
+    `launched` are forms of the choice's kernels that a step's plan has in their place.
+    """
     values = shape.values
     lines = [f"shape: {shape.rows} rows of {shape.width} scores, k {shape.k}", "sizes:"]
     lines += [f"  {_verdict(guard, values)}" for guard in SIZE_GUARDS]
@@ -164,7 +172,12 @@ def explain_call(
     shared = chosen.split.parts if chosen.split else chosen.cluster
     parts = f", {shared} a row" if shared > 1 else ""
     grid = f"grid: {chosen.ctas} CTAs{parts}"
-    return "\n".join([*lines, f"chosen: {_slugs(chosen)}", grid, f"workspace: {chosen.workspace_bytes} B"])
+    names = " + ".join(plan.slug for plan in launched or chosen.plans)
+    lead = most_lead(str(chosen.plans[0].variant.axis("score")))
+    planned = choose(plans, replace(shape, lead=lead), sm_count, clusters, cluster).workspace_bytes
+    anywhere = f" (a plan has {planned} B, for rows that do not start at multiples of {VECTOR_BYTES} B)"
+    workspace = f"workspace: {chosen.workspace_bytes} B{anywhere if planned != chosen.workspace_bytes else ''}"
+    return "\n".join([*lines, f"chosen: {names}", grid, workspace])
 
 
 def _slugs(found: Candidate) -> str:
