@@ -1,4 +1,4 @@
-"""How many blocks of a kernel an SM holds at once."""
+"""How many blocks of a kernel an SM holds at once, and how many clusters a device."""
 
 from __future__ import annotations
 
@@ -38,3 +38,11 @@ def resources(plan: KernelPlan) -> tuple[ResourceUse, ...]:
 def resident_ctas(plan: KernelPlan) -> int:
     """CTAs of a kernel that one SM holds at once, by shared memory, threads and the register cap."""
     return max(1, min(use.allows for use in resources(plan)))
+
+
+def assumed_at_once(sm_count: int, cluster: int) -> int:
+    """Clusters of `cluster` CTAs, one to an SM, that a device of so many SMs holds at once, where there is none to ask.
+
+    SMs come in groups of several sizes, so that some are left over: an H200 has 15 clusters of 8 and 32 of 4.
+    """
+    return max(0, sm_count // cluster - 1)

@@ -20,6 +20,7 @@ from dsagen.emulator.attributes import PtxAttributes, attributes
 from dsagen.emulator.library import load_library
 from dsagen.errors import DeviceError, EmulatorLimitError, GuardError
 from dsagen.guard import require_bool, require_int
+from dsagen.occupancy import assumed_at_once
 from dsagen.plan import KernelPlan
 from dsagen.runtime.blocks import ArgumentBlock
 from dsagen.runtime.driver import (
@@ -236,8 +237,13 @@ class EmulatorDriver:
         return run
 
     def most_clusters(self, ordinal: int, kernel: _Kernel, config: LaunchConfig) -> int:
-        """All of them: CTAs of a cluster are resident together in any case."""
-        return config.grid // config.cluster
+        """As many as a device with that SM count is assumed to hold, so that choices are those of `dsagen explain`.
+
+        Here CTAs of a cluster are resident together in any case. DriverError for a grid of no whole clusters, or none.
+        """
+        if config.grid < 1 or config.grid % config.cluster:
+            raise DriverError("cuOccupancyMaxActiveClusters", "CUDA_ERROR_INVALID_VALUE", "invalid argument")
+        return assumed_at_once(self.facts(ordinal).sm_count, config.cluster)
 
     def launcher(self) -> None:
         """None: there is no CUDA driver to launch on."""

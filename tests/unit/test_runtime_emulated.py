@@ -23,9 +23,10 @@ from dsagen.check.run import run_check
 from dsagen.check.topk_cases import topk_cases
 from dsagen.emulator import library
 from dsagen.errors import DeviceError, EmulatorLimitError, GuardError, KnobError, SpecError, ToolchainError
+from dsagen.families.topk.op import assumed_clusters
 from dsagen.runtime import emulated
 from dsagen.runtime.api import Kernels
-from dsagen.runtime.driver import LaunchConfig, PointerField, cuda_home
+from dsagen.runtime.driver import DriverError, LaunchConfig, PointerField, cuda_home
 from dsagen.runtime.emulated import EmulatorDriver, EmulatorOptions, bind_memory
 from dsagen.spec import load_spec, shipped_specs
 
@@ -132,6 +133,19 @@ def test_the_device_has_the_limits_of_its_arch_and_says_whose_sm_count_it_takes(
     assert facts.name == "emulator with the SM count of an NVIDIA H200"
     driver.arch = arch("sm_80")
     assert (driver.facts(0).capability, driver.facts(0).smem_optin_bytes) == ((8, 0), 163 * 1024)
+
+
+def test_the_device_holds_as_many_clusters_as_are_assumed_without_one(driver):
+    def clusters(size: int, count: int) -> int:
+        return driver.most_clusters(0, None, LaunchConfig(size * count, 1024, 0, 0, False, cluster=size))
+
+    # All that there could be are asked for, then one.
+    found = {size: (clusters(size, 132 // size), clusters(size, 1)) for size in (8, 4, 2)}
+    assert found == {8: (15, 15), 4: (32, 32), 2: (65, 65)}
+    assert {size: first for size, (first, _) in found.items()} == assumed_clusters(driver.facts(0).sm_count)
+    for grid in (0, 12):
+        with pytest.raises(DriverError, match="cuOccupancyMaxActiveClusters: CUDA_ERROR_INVALID_VALUE"):
+            driver.most_clusters(0, None, LaunchConfig(grid, 1024, 0, 0, False, cluster=8))
 
 
 def test_knobs_choose_what_options_leave_open(driver, monkeypatch):

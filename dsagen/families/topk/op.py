@@ -17,7 +17,7 @@ from dsagen.families.topk.guards import (
     WIDTH_GUARD,
 )
 from dsagen.guard import Guard, check
-from dsagen.occupancy import resident_ctas
+from dsagen.occupancy import assumed_at_once, resident_ctas
 from dsagen.plan import KernelPlan, round_up
 
 SIZE_GUARDS = (CAPACITY_GUARD, ROWS_GUARD, WIDTH_GUARD)
@@ -91,11 +91,8 @@ def most_lead(score: str) -> int:
 
 
 def assumed_clusters(sm_count: int) -> Clusters:
-    """What a device with so many multiprocessors holds, where there is none to ask.
-
-    They come in groups of several sizes, so that some are left over: an H200 has 15 clusters of 8 and 32 of 4.
-    """
-    return {size: max(0, sm_count // size - 1) for size in CLUSTER_SIZES}
+    """What a device with so many multiprocessors holds, where there is none to ask."""
+    return {size: assumed_at_once(sm_count, size) for size in CLUSTER_SIZES}
 
 
 def candidates(
