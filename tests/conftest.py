@@ -14,6 +14,7 @@ from dsagen import knobs
 from dsagen.build import find_toolchain
 from dsagen.emulator import library
 from dsagen.errors import ToolchainError
+from dsagen.quantity import quantity
 from dsagen.runtime.survey import survey_devices
 
 # A deadline says how busy the machine is, and nothing of the code.
@@ -68,7 +69,9 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for marker, what in (("gpu", "a CUDA device"), ("compile", "nvcc")):
         if NOT_RUN[marker]:
-            terminalreporter.write_line(f"{len(NOT_RUN[marker])} tests did not run, for want of {what}", yellow=True)
+            terminalreporter.write_line(
+                f"{quantity(len(NOT_RUN[marker]), 'test')} did not run, for want of {what}", yellow=True
+            )
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from dsagen.emulator import DEVICE as EMULATOR
 from dsagen.errors import CheckFailed
+from dsagen.quantity import quantity
 
 Status = Literal["passed", "failed", "not_run"]
 _STYLES: dict[Status, str] = {"passed": "green", "failed": "bold red", "not_run": "yellow"}
@@ -146,7 +147,9 @@ class CheckReport:
             if result.status == "not_run":
                 reasons[result.problem] = reasons.get(result.problem, 0) + 1
         for reason, count in reasons.items():
-            console.print(f"[yellow]{count} device cases did not run[/]: {reason}", highlight=False, soft_wrap=True)
+            console.print(
+                f"[yellow]{quantity(count, 'device case')} did not run[/]: {reason}", highlight=False, soft_wrap=True
+            )
 
 
 def _condensed(results: tuple[CaseResult, ...]) -> tuple[CaseResult, ...]:

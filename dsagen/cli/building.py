@@ -23,6 +23,7 @@ from dsagen.cli.selection import (
 )
 from dsagen.cli.table import aligned, echo_json, echo_lines
 from dsagen.errors import BuildError
+from dsagen.quantity import quantity
 
 if TYPE_CHECKING:
     from dsagen.build import BuildResult
@@ -164,8 +165,8 @@ def _summary(results: Sequence[BuildResult], seconds: float) -> list[str]:
     roots = sorted({str(result.entry.path.parent) for result in results})
     return [
         *aligned(rows),
-        f"{len(results)} kernels in {', '.join(roots)}: {compiled} compiled, {len(results) - compiled} cached, "
-        f"{seconds:.1f} s",
+        f"{quantity(len(results), 'kernel')} in {', '.join(roots)}: {compiled} compiled, "
+        f"{len(results) - compiled} cached, {seconds:.1f} s",
     ]
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from dsagen.cli.selection import select
 from dsagen.cli.table import aligned, echo_json, echo_lines
 from dsagen.errors import CheckFailed, SpecError
+from dsagen.quantity import quantity
 
 if TYPE_CHECKING:
     from dsagen.bench.shapes import Shape
@@ -71,7 +72,7 @@ def bench_shapes(
                 _show(found, device, quiet)
                 echo_lines([f"{left} shapes were not measured in {seconds:.0f} s"] if left else [])
     if wrong:
-        raise CheckFailed("\n  ".join((f"{len(wrong)} shapes gave wrong outputs:", *wrong)))
+        raise CheckFailed("\n  ".join((f"{quantity(len(wrong), 'shape')} gave wrong outputs:", *wrong)))
 
 
 def _record(

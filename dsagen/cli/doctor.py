@@ -19,6 +19,7 @@ from dsagen import knobs
 from dsagen.cli.selection import json_option
 from dsagen.cli.table import aligned, echo_json, echo_lines
 from dsagen.errors import DsagenError
+from dsagen.quantity import quantity
 from dsagen.slug import parse_slug
 
 if TYPE_CHECKING:
@@ -232,9 +233,9 @@ def _lines(result: Diagnosis) -> list[str]:
     lines += _section("packages", [[name, version or "not installed"] for name, version in result.packages.items()])
     writable = {True: "writable", False: "read only"}
     lines += _section(
-        "store", [[row["root"], writable[row["writable"]], f"{row['kernels']} kernels"] for row in result.store]
+        "store", [[row["root"], writable[row["writable"]], quantity(row["kernels"], "kernel")] for row in result.store]
     )
-    lines += _section("choice tables", [[row["file"], f"{row['rows']} rows"] for row in result.choice_tables])
+    lines += _section("choice tables", [[row["file"], quantity(row["rows"], "row")] for row in result.choice_tables])
     lines += [
         f"    {count} not taken: {why}" for row in result.choice_tables for why, count in row["not_taken"].items()
     ]

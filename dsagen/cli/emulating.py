@@ -13,6 +13,7 @@ from dsagen.cli.proving import MAX_SEED, require_cases
 from dsagen.cli.selection import Selection, arch_option, json_option, quiet_option, select, specs_argument
 from dsagen.cli.table import aligned, echo_json, echo_lines
 from dsagen.errors import CheckFailed, EmulatorError, SpecError
+from dsagen.quantity import quantity
 
 if TYPE_CHECKING:
     from dsagen.check.emulate import SeedRun
@@ -178,7 +179,10 @@ def _cover(specs: Sequence[str], archs: Sequence[str], quiet: bool, as_json: boo
     progress = make_progress(as_json or quiet)
     if not (as_json or quiet):
         archs_named = ", ".join(dict.fromkeys(plan.variant.arch for plan in plans.values()))
-        click.echo(f"{len(plans)} kernels of {archs_named}: those that the store lacks are compiled first", err=True)
+        click.echo(
+            f"{quantity(len(plans), 'kernel')} of {archs_named}: those that the store lacks are compiled first",
+            err=True,
+        )
     results = build_units([render(plan) for plan in plans.values()], Store.open(), progress=progress)
     missing: dict[str, dict[str, int]] = {}
     kernels: dict[str, int] = {}

@@ -13,6 +13,7 @@ from dsagen.cli.paths import NamedPath
 from dsagen.cli.selection import describe_spec, json_option, quiet_option, select, specs_argument
 from dsagen.cli.table import aligned, echo_json, echo_lines
 from dsagen.errors import CheckFailed, SpecError
+from dsagen.quantity import quantity
 
 if TYPE_CHECKING:
     from dsagen.bench.axes import SweepAxes
@@ -172,7 +173,7 @@ def _bench(
         echo_lines([*slower, f"recorded in {', '.join(sorted(map(str, files)))}"])
     _draw(plain, plot)
     if wrong:
-        raise CheckFailed("\n  ".join((f"{len(wrong)} cases gave wrong outputs:", *wrong)))
+        raise CheckFailed("\n  ".join((f"{quantity(len(wrong), 'case')} gave wrong outputs:", *wrong)))
 
 
 def _show_recorded(specs: Sequence[DeploymentSpec], plot: Path | None, record: Path | None, as_json: bool) -> None:
@@ -191,7 +192,7 @@ def _draw(cases: Sequence[Mapping[str, Any]], folder: Path | None) -> None:
         from dsagen.bench.plots import write_plots
 
         page, *pictures = write_plots(cases, folder)
-        _say(f"{len(pictures)} pictures: {page}")
+        _say(f"{quantity(len(pictures), 'picture')}: {page}")
 
 
 def _require_alone(option: str, others: Mapping[str, bool]) -> None:

@@ -23,6 +23,7 @@ from dsagen.cli.selection import (
 )
 from dsagen.cli.table import aligned, echo_json, echo_lines
 from dsagen.errors import StoreError
+from dsagen.quantity import quantity
 
 if TYPE_CHECKING:
     from dsagen.build import StoreEntry
@@ -89,7 +90,8 @@ def _show(bundles: Sequence[Bundle], quiet: bool, as_json: bool) -> None:
 
 
 def _bundle_lines(found: Bundle) -> list[str]:
-    lines = [f"{found.path}: {len(found.kernels)} kernels, {_size(found.size_bytes)}, packed by dsagen {found.made_by}"]
+    counted = quantity(len(found.kernels), "kernel")
+    lines = [f"{found.path}: {counted}, {_size(found.size_bytes)}, packed by dsagen {found.made_by}"]
     for bundled in found.specs:
         lines.append(f"  {bundled.spec.name} ({', '.join(bundled.archs)}): {describe_spec(bundled.spec)}")
     kernels = found.kernels.values()
@@ -141,9 +143,9 @@ def _verify_store(quiet: bool, as_json: bool) -> None:
     elif not quiet:
         for root, whole, broken, aside, libraries, damaged in surveys:
             kept = f", {len(aside)} broken ones set aside earlier" if aside else ""
-            echo_lines([f"{root}: {len(whole)} kernels whole, {len(broken)} broken{kept}"])
+            echo_lines([f"{root}: {quantity(len(whole), 'kernel')} whole, {len(broken)} broken{kept}"])
             if libraries or damaged:
-                echo_lines([f"{root}: {len(libraries)} libraries whole, {len(damaged)} broken"])
+                echo_lines([f"{root}: {quantity(len(libraries), 'library', 'libraries')} whole, {len(damaged)} broken"])
     problems = [
         f"{root}: {name}: {problem}"
         for root, _, broken, _, _, damaged in surveys

@@ -13,6 +13,7 @@ from dsagen.cli.paths import NamedPath
 from dsagen.cli.selection import arch_option, json_option, quiet_option, select, specs_argument
 from dsagen.cli.table import echo_json
 from dsagen.errors import CheckFailed, DeviceError, DsagenError, SpecError
+from dsagen.quantity import quantity
 
 if TYPE_CHECKING:
     from dsagen.check.cases import Tier
@@ -134,8 +135,9 @@ def _require_proof(reports: Sequence[CheckReport]) -> None:
         raise CheckFailed("\n".join(problems))
     for report in reports:
         if report.device is None:
+            left = quantity(report.count("not_run"), "device case")
             raise DeviceError(
-                f"{report.spec}: {report.count('not_run')} device cases did not run: {report.no_device}; run "
+                f"{report.spec}: {left} did not run: {report.no_device}; run "
                 "`dsagen check` on a machine with a GPU that the spec declares, or with --device emulator on the CPU"
             )
         if not report.conformant:

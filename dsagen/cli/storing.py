@@ -7,6 +7,7 @@ import click
 from dsagen.cli.selection import json_option, quiet_option
 from dsagen.cli.table import echo_json, echo_lines
 from dsagen.errors import SpecError
+from dsagen.quantity import quantity
 
 
 @click.command()
@@ -33,4 +34,4 @@ def clear(patterns: tuple[str, ...], everything: bool, dry_run: bool, quiet: boo
         echo_json({"removed": [] if dry_run else names, "matching": names})
     elif not quiet:
         done = "would be removed" if dry_run else "removed"
-        echo_lines([*names, f"{len(names)} kernels {done}"])
+        echo_lines([*names, f"{quantity(len(names), 'kernel')} {done}"])

@@ -11,6 +11,7 @@ from dsagen.cli.paths import NamedPath
 from dsagen.cli.selection import json_option, quiet_option, select, specs_argument
 from dsagen.cli.table import echo_json, echo_lines
 from dsagen.errors import CheckFailed, SpecError
+from dsagen.quantity import quantity
 
 if TYPE_CHECKING:
     from dsagen.tune.run import Tuning
@@ -84,7 +85,8 @@ def tune(
     _show(found, quiet, as_json)
     wrong = [text for _, _, tuned in found for text in tuned.wrong]
     if wrong:
-        raise CheckFailed("\n  ".join((f"{len(wrong)} choices gave wrong outputs, and were not taken:", *wrong)))
+        choices = quantity(len(wrong), "choice")
+        raise CheckFailed("\n  ".join((f"{choices} gave wrong outputs, none of them taken:", *wrong)))
     if not any(tuned.rows for _, _, tuned in found):
         raise SpecError(f"--time-limit {time_limit}: no shape was measured in that time: raise it")
     missed = [spec.name for spec, _ in wanted[len(found) :]]
@@ -115,4 +117,4 @@ def _show(found: list[tuple[str, Path, Tuning]], quiet: bool, as_json: bool) -> 
     elif not quiet:
         for name, file, tuned in found:
             left = f"; no time for {len(tuned.left)} more" if tuned.left else ""
-            echo_lines([f"{name}: {len(tuned.rows)} rows in {file}{left}"])
+            echo_lines([f"{name}: {quantity(len(tuned.rows), 'row')} in {file}{left}"])

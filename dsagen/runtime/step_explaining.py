@@ -11,6 +11,7 @@ from dsagen.families.indexer_logits.op import most_counted
 from dsagen.families.sparse_decode.choice import explain_choice
 from dsagen.families.topk.op import TopkShape, explain_call, most_lead
 from dsagen.plan import KernelPlan
+from dsagen.quantity import quantity
 from dsagen.runtime import step_ops
 from dsagen.runtime.device_kernels import DeviceKernels
 from dsagen.runtime.indexer import index_of
@@ -75,9 +76,9 @@ class StepExplaining(StepOps):
         tokens = shape.batch, shape.next_n
         return "\n".join(
             (
-                f"{' -> '.join(CHAIN_OPS)}: {shape.k} of up to {shape.max_seq_len} keys for each of "
-                f"{shape.rows} tokens",
-                f"a token that sees no more than {shape.k} keys is not scored",
+                f"{' -> '.join(CHAIN_OPS)}: {shape.k} of up to {quantity(shape.max_seq_len, 'key')} for each of "
+                f"{quantity(shape.rows, 'token')}",
+                f"a token that sees no more than {quantity(shape.k, 'key')} is not scored",
                 *self._told_of_overlap(shape.batch, ordinal, begins_early),
                 *self._explain_counts(shape, ordinal),
                 self._explained_head(LOGITS, kernels),
@@ -118,7 +119,7 @@ class StepExplaining(StepOps):
         if cluster > 1:
             reason = f"clusters of {cluster} CTAs hold the rows, and read them once"
         elif shape.next_n > most_counted(kernel):
-            reason = f"{kernel.slug} has room for counts of {most_counted(kernel)} tokens of a request"
+            reason = f"{kernel.slug} has room for counts of {quantity(most_counted(kernel), 'token')} of a request"
         elif shape.rows > step_ops.MOST_COUNTED_ROWS:
             reason = f"measured on an H200 it brings nothing for more than {step_ops.MOST_COUNTED_ROWS} tokens"
         return [f"scores are not counted where they are made: {reason}"]

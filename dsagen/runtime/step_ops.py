@@ -16,6 +16,7 @@ from dsagen.families.indexer_logits.op import BLOCK_KEYS, LogitsShape, most_coun
 from dsagen.families.indexer_logits.op import SIZE_GUARDS as LOGITS_SIZES
 from dsagen.families.topk.op import TopkShape
 from dsagen.guard import check, rename, require_bool, require_int
+from dsagen.quantity import quantity
 from dsagen.runtime import traced
 from dsagen.runtime.decode_ops import DecodeOps
 from dsagen.runtime.indexer import SCORE_DTYPES, index_of
@@ -361,7 +362,7 @@ class StepOps(StepSelection, DecodeOps):
         if asked:
             check([COUNTED_GUARD], values)
             if not shares:
-                rows = f"{shape.rows} rows of {shape.max_seq_len} scores"
+                rows = f"{quantity(shape.rows, 'row')} of {quantity(shape.max_seq_len, 'score')}"
                 text = "of so many rows that long top-k has no pass that counts could take the place of: leave it out"
                 if chosen.cluster > 1:
                     text += f", or set DSAGEN_TOPK_CLUSTER=1, for clusters of {chosen.cluster} CTAs hold them"

@@ -12,6 +12,7 @@ from dsagen.families.topk.guards import ROWS_GUARD, WIDTH_GUARD
 from dsagen.families.topk.op import Candidate, Clusters, TopkShape, candidates, choose, most_lead
 from dsagen.guard import check, rename, require_bool, require_int
 from dsagen.plan import KernelPlan
+from dsagen.quantity import quantity
 from dsagen.runtime import traced
 from dsagen.runtime.launch import OpLaunches, OpRoutes, Step, launch_config
 from dsagen.runtime.op_methods import OpMethods
@@ -239,8 +240,8 @@ class TopkOps(OpMethods):
         ordinal = self._ordinal(device)
         if self._driver.is_capturing(ordinal):
             raise FrozenError(
-                f"topk: no plan for {rows} rows of {width} and k {k} exists, and making one during CUDA graph capture "
-                "is not possible: call plan_topk before the capture and pass its plan"
+                f"topk: no plan for {quantity(rows, 'row')} of {width} and k {k} exists, and making one during "
+                "CUDA graph capture is not possible: call plan_topk before the capture and pass its plan"
             )
         chosen = self._choose_topk(ordinal, self._topk_shape(rows, width, k))
         return TopkPlan(

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "dsagen"
 
 # Lowest first; a module may import from its own layer and from those before it.
 LAYERS = (
-    ("leaf", ("errors", "knobs", "log", "kept_library", "ending", "output_paths")),
+    ("leaf", ("errors", "knobs", "log", "kept_library", "ending", "output_paths", "quantity")),
     (
         "facts",
         (

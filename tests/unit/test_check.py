@@ -462,7 +462,7 @@ def test_report_prints_failures_and_what_did_not_run():
     stream = io.StringIO()
     report.print(Console(file=stream, width=200))
     text = stream.getvalue()
-    assert "elements off" in text and "1 device cases did not run: needs a CUDA device" in text
+    assert "elements off" in text and "1 device case did not run: needs a CUDA device" in text
     assert "0 of 2 device cases passed, 1 failed, 1 did not run" in text
 
 

@@ -97,7 +97,7 @@ def test_check_without_a_device_is_no_pass(capsys, checked):
     code, out, err = run(capsys, "check", "v32_h16")
     assert code == 5
     assert "0 of 1 device cases passed" in out
-    assert err.startswith("error: v32_h16: 1 device cases did not run: no CUDA device")
+    assert err.startswith("error: v32_h16: 1 device case did not run: no CUDA device")
 
 
 @pytest.mark.parametrize("command", ["check", "bench"])

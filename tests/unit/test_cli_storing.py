@@ -38,7 +38,7 @@ def test_clear_takes_what_matches(store, capsys):
     assert name.startswith("topk-main-x-sm_90a.")
     assert left(store) == set(SLUGS[1:])
     assert main(["clear", "topk-*", "no-such-*"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "1 kernels removed"
+    assert capsys.readouterr().out.splitlines()[-1] == "1 kernel removed"
     assert main(["clear", "--all", "--quiet"]) == 0
     assert capsys.readouterr() == ("", "")
     assert left(store) == set()

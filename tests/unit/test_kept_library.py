@@ -97,7 +97,7 @@ def test_a_damaged_one_is_set_aside_and_made_anew(small_machine, damage, caplog)
 def test_verify_looks_at_libraries(small_machine, damage, capsys):
     path = fetch()
     assert main(["verify"]) == 0
-    assert f"{small_machine}: 1 libraries whole, 0 broken" in capsys.readouterr().out
+    assert f"{small_machine}: 1 library whole, 0 broken" in capsys.readouterr().out
     damage(path)
     assert main(["verify", "--json"]) == 3
     captured = capsys.readouterr()

@@ -170,5 +170,5 @@ def test_explain_of_calls_tells_what_lists_cost():
     text = kernels.explain("indexer_logits", batch=4, s_q=2, width=1000)
     assert "shape: 4 requests of 2 tokens, 24 heads, up to 1000 keys\n" in text
     assert "shape: 4 requests of 2 tokens, 24 heads, 1000 keys in candidate blocks\n" in text
-    assert "units: 2 a request, 1 tokens share a pass over its keys\n" in text
+    assert "units: 2 a request, each token takes a pass over its keys\n" in text
     assert text.count("[IL-32]") == 1 and text.count("[IL-13]") == 1 and text.count("[IL-14]") == 2

@@ -375,6 +375,14 @@ def test_explain_tells_the_workspace_of_a_call_and_of_a_plan(rows, width, needed
     assert kernels.plan_topk(rows, width, 2048).workspace_bytes == planned
 
 
+def test_one_is_told_as_one():
+    _, kernels = make()
+    assert "shape: 1 row of 9 scores, k 2048\n" in kernels.explain("topk", batch=1, width=9)
+    assert "shape: 2 rows of 1 score, k 2048\n" in kernels.explain("topk", batch=2, width=1)
+    text = kernels.explain("topk", batch=1, width=512 << 10)
+    assert "refuses: a cluster of 8 CTAs for each row, 1 in all: the device holds " in text
+
+
 def test_explain_asks_the_device_for_clusters_that_only_a_plan_takes():
     driver, kernels = make()
     driver.clusters = 0

@@ -327,8 +327,8 @@ def test_clusters_are_those_that_the_device_has_at_once_and_that_are_asked_for()
     text = explain_call(by_role, shape, SMS, few)
     assert (
         "in clusters of 8: refused\n    [TK-23] rows <= clusters and part_scores <= row_scores  "
-        "rows=4  clusters=3  part_scores=16384  row_scores=32768  refuses: 4 rows by clusters of 8 CTAs: the device "
-        "holds 3 of them at once, and a CTA 32768 scores of the 16384 that are its part\n" in text
+        "rows=4  clusters=3  part_scores=16384  row_scores=32768  refuses: a cluster of 8 CTAs for each row, 4 in "
+        "all: the device holds 3 at once, and a CTA 32768 scores of the 16384 that are its part\n" in text
     )
     assert text.endswith(
         f"chosen: {by_role['main'][-1].slug}\ngrid: 16 CTAs, 4 a row\n"

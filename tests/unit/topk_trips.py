@@ -166,15 +166,15 @@ TOPK_TRIPS = {
     ),
     "TK-16": (
         {"parts": 2},
-        "[TK-16] 66 rows of 524288 B over 132 SMs: 2 parts a row, fewer than the 3 that pay for two launches",
+        "[TK-16] rows of 524288 B, 66 in all, over 132 SMs: 2 of these a row, and two launches pay from 3 on",
         "3 <= parts",
         {"parts": 3},
         {"rows": 66, "row_bytes": 524288, "sm_count": 132},
     ),
     "TK-23": (
         {"rows": 15, "clusters": 15, "part_scores": 40000, "row_scores": 32768},
-        "[TK-23] 15 rows by clusters of 8 CTAs: the device holds 15 of them at once, and a CTA 32768 scores of the "
-        "40000 that are its part",
+        "[TK-23] a cluster of 8 CTAs for each row, 15 in all: the device holds 15 at once, and a CTA 32768 scores of "
+        "the 40000 that are its part",
         "(rows <= clusters && part_scores <= row_scores)",
         {"part_scores": 32768},
         {"cluster": 8},

@@ -10,6 +10,7 @@ from dsagen.families.index_cache.guards import LAUNCH_GUARDS
 from dsagen.families.kv_cache.guards import COUNT_GUARD
 from dsagen.index_format import index_format
 from dsagen.plan import KernelPlan
+from dsagen.quantity import quantity
 
 
 def blocks_for(plan: KernelPlan, rows: int) -> int:
@@ -30,7 +31,7 @@ def explain_call(plans: Iterable[KernelPlan], rows: int, arch: Arch) -> str:
     values = {"rows": rows}
     fits = COUNT_GUARD.holds(values)
     verdict = "holds" if fits else "refuses"
-    lines = [f"shape: {rows} keys", f"  [{COUNT_GUARD.guard_id}] {COUNT_GUARD.expression}  {verdict}"]
+    lines = [f"shape: {quantity(rows, 'key')}", f"  [{COUNT_GUARD.guard_id}] {COUNT_GUARD.expression}  {verdict}"]
     measured = next(iter(arch.figures), None)
     for plan in plans if fits else ():
         traffic = key_traffic_bytes(plan) * rows

@@ -26,6 +26,7 @@ from dsagen.families.indexer_logits.hopper import WARP_KEYS, sums_e4m3
 from dsagen.guard import Guard
 from dsagen.index_format import index_format
 from dsagen.plan import KernelPlan
+from dsagen.quantity import quantity
 
 SIZE_GUARDS = (TOKENS_GUARD, WIDTH_GUARD, TILES_GUARD)
 RAGGED_SIZE_GUARDS = (RAGGED_TOKENS_GUARD, KEY_COUNT_GUARD, RAGGED_TILES_GUARD)
@@ -146,27 +147,32 @@ def explain_call(plan: KernelPlan, shape: LogitsShape, sm_count: int, arch: Arch
     Of candidate blocks `shape.width` are the columns of scores: slots times keys of a block.
     """
     listed = plan.variant.kernel == CANDIDATES
-    keys = f"{shape.width} keys in candidate blocks" if listed else f"up to {shape.width} keys"
+    keys = quantity(shape.width, "key")
+    keys = f"{keys} in candidate blocks" if listed else f"up to {keys}"
     counts = plan.variant.kernel == COUNTED
     not_of_form = RAGGED_ONLY | (NOT_OF_CANDIDATES if listed else CANDIDATES_ONLY)
     not_of_form |= frozenset() if counts else COUNTED_ONLY
     sizes = [guard for guard in SIZE_GUARDS if guard.guard_id not in not_of_form]
     lines = [
-        f"shape: {shape.batch} requests of {shape.next_n} tokens, {shape.heads} heads, {keys}",
+        f"shape: {quantity(shape.batch, 'request')} of {quantity(shape.next_n, 'token')}, {shape.heads} heads, {keys}",
         f"kernel: {plan.slug}",
         *_judged(sizes, size_values(plan, shape, sm_count)),
     ]
     rest = [guard for guard in LAUNCH_GUARDS if guard not in SIZE_GUARDS and guard.guard_id not in not_of_form]
     lines += ["checked on the arguments of each call:", *(f"  [{g.guard_id}] {g.expression}" for g in rest)]
     part = partition_of(plan, shape, sm_count)
-    lines.append(f"units: {part.unit_count} a request, {part.unit_tokens} tokens share a pass over its keys")
+    several = f"{part.unit_tokens} tokens share a pass over its keys"
+    shared = several if part.unit_tokens > 1 else "each token takes a pass over its keys"
+    lines.append(f"units: {part.unit_count} a request, {shared}")
     tile_keys, least = tile_sizes(plan)
     smaller = f", smaller ones down to {least} where there are few" if least < tile_keys else ""
     lines.append(f"grid: {part.blocks} CTAs share up to {part.tiles} tiles of {tile_keys} keys{smaller}")
     wide = f"bulk, one a page of a warp's {WARP_KEYS} keys," if plan.variant.body == HOPPER else "16 B"
     lines.append(f"copies: {wide} where pages start at multiples of 16 B, else 4 B")
     if counts:
-        lines.append(f"counts: scores of up to {most_counted(plan)} tokens of a request, by the first digit of top-k")
+        lines.append(
+            f"counts: scores of up to {quantity(most_counted(plan), 'token')} of a request, by the first digit of top-k"
+        )
     seconds = floor_seconds(plan, shape, arch)
     if seconds is not None:
         lines.append(f"floor: {seconds * 1e6:.1f} us with every key in its window")
@@ -194,13 +200,15 @@ def explain_ragged_call(plan: KernelPlan, shape: RaggedShape, sm_count: int, arc
     """As `explain_call`, of a call over keys in one piece in which every token sees all of them."""
     part = ragged_partition(plan, shape, sm_count)
     rest = [guard for guard in LAUNCH_GUARDS if guard.guard_id in RAGGED_ONLY | SHARED_GUARDS]
+    several = f"{part.unit_tokens} neighbouring tokens share a pass over their keys"
+    shared = several if part.unit_tokens > 1 else "each token takes a pass over its keys"
     lines = [
-        f"shape: {shape.tokens} tokens, {shape.heads} heads, windows of {shape.keys} keys",
+        f"shape: {quantity(shape.tokens, 'token')}, {shape.heads} heads, windows of {quantity(shape.keys, 'key')}",
         f"kernel: {plan.slug}",
         *_judged(RAGGED_SIZE_GUARDS, ragged_values(plan, shape, sm_count)),
         "checked on the arguments of each call:",
         *(f"  [{g.guard_id}] {g.expression}" for g in rest if g not in RAGGED_SIZE_GUARDS),
-        f"units: {part.unit_count}, {part.unit_tokens} neighbouring tokens share a pass over their keys",
+        f"units: {part.unit_count}, {shared}",
         f"grid: {part.blocks} CTAs share up to {part.tiles} tiles of {plan.constant('kTileKeys')} keys",
         "copies: 16 B where keys start at multiples of 16 B, else 4 B",
     ]

@@ -10,6 +10,7 @@ from dsagen.families.kv_cache.geometry import ROW_TYPES, THREADS, moved_bytes, o
 from dsagen.families.kv_cache.guards import COUNT_GUARD, LAUNCH_GUARDS
 from dsagen.kv_format import KvFormat, kv_format
 from dsagen.plan import KernelPlan
+from dsagen.quantity import quantity
 
 ROWS_PER_BLOCK = THREADS // 32
 
@@ -46,7 +47,7 @@ def explain_call(plans: Iterable[KernelPlan], shape: RowsShape, arch: Arch) -> s
     values = {"rows": shape.rows}
     fits = COUNT_GUARD.holds(values)
     verdict = "holds" if fits else "refuses"
-    lines = [f"shape: {shape.rows} rows", f"  [{COUNT_GUARD.guard_id}] {COUNT_GUARD.expression}  {verdict}"]
+    lines = [f"shape: {quantity(shape.rows, 'row')}", f"  [{COUNT_GUARD.guard_id}] {COUNT_GUARD.expression}  {verdict}"]
     measured = next(iter(arch.figures), None)
     for plan in plans if fits else ():
         traffic = row_traffic_bytes(plan) * shape.rows

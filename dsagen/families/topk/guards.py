@@ -185,15 +185,15 @@ PARTS_GUARD = Guard(
     "TK-16",
     "launch",
     "3 <= parts",
-    "{rows} rows of {row_bytes} B over {sm_count} SMs: {parts} parts a row, fewer than the 3 that pay for two launches",
+    "rows of {row_bytes} B, {rows} in all, over {sm_count} SMs: {parts} of these a row, and two launches pay from 3 on",
 )
 # Rows of clusters run at once: those of a second wave would wait for whole rows.
 CLUSTER_GUARD = Guard(
     "TK-23",
     "launch",
     "rows <= clusters and part_scores <= row_scores",
-    "{rows} rows by clusters of {cluster} CTAs: the device holds {clusters} of them at once, and a CTA {row_scores} "
-    "scores of the {part_scores} that are its part",
+    "a cluster of {cluster} CTAs for each row, {rows} in all: the device holds {clusters} at once, and a CTA "
+    "{row_scores} scores of the {part_scores} that are its part",
 )
 WORKSPACE_GUARD = Guard(
     "TK-17",

@@ -19,6 +19,7 @@ from dsagen.families.topk.guards import (
 from dsagen.guard import Guard, check
 from dsagen.occupancy import assumed_at_once, resident_ctas
 from dsagen.plan import KernelPlan, round_up
+from dsagen.quantity import quantity
 
 SIZE_GUARDS = (CAPACITY_GUARD, ROWS_GUARD, WIDTH_GUARD)
 # Candidate blocks hold this many consecutive indices each.
@@ -152,7 +153,7 @@ def explain_call(
     `launched` are forms of the choice's kernels that a step's plan has in their place.
     """
     values = shape.values
-    lines = [f"shape: {shape.rows} rows of {shape.width} scores, k {shape.k}", "sizes:"]
+    lines = [f"shape: {quantity(shape.rows, 'row')} of {quantity(shape.width, 'score')}, k {shape.k}", "sizes:"]
     lines += [f"  {_verdict(guard, values)}" for guard in SIZE_GUARDS]
     lines.append("candidates:")
     judged = candidates(plans, shape, sm_count, clusters, cluster)
