@@ -266,6 +266,11 @@ class SparseDecodePlan:
         return tuple(step.kernel.plan.slug for step in self._steps)
 
     @property
+    def overlaps(self) -> bool:
+        """Whether its first launch begins while the one before it on the stream ends."""
+        return self._main.plan.overlaps_previous
+
+    @property
     def launches(self) -> int:
         """Kernels of a call."""
         return len(self._steps)
@@ -279,6 +284,14 @@ class SparseDecodePlan:
     def stream(self) -> int | None:
         """Raw handle of the stream that the plan belongs to, None before its first launch."""
         return self._stream
+
+    def __repr__(self) -> str:
+        extra = f", extra_topk={self.extra_topk}" if self.extra_topk else ""
+        return (
+            f"SparseDecodePlan(batch={self.batch}, s_q={self.s_q}, topk={self.topk}{extra}, "
+            f"kernels={list(self.slugs)}, num_splits={self.num_splits}, launches={self.launches}, "
+            f"workspace_bytes={self.workspace_bytes}, overlaps={self.overlaps}, device={str(self.device)!r})"
+        )
 
     def rebind(self) -> None:
         """Let the next launch choose the stream anew; the caller vouches that work on the old one is done."""

@@ -263,11 +263,13 @@ class StepOps(StepSelection, DecodeOps):
         memory = step_workspace(self._driver, ordinal, workspace, layout.total_bytes)
         offsets = layout.selection, layout.attention
         parts = [memory[first : first + size] for first, size in zip(offsets, sizes, strict=True)]
-        selection = self._make_topk_plan((shape.rows, max_seq_len, shape.k), parts[0], ordinal, overlaps, counts)
+        selection = self._make_topk_plan((shape.rows, max_seq_len, shape.k), parts[0], ordinal, overlaps, counts, True)
         attention = self._decode_plans((batch, next_n, *widths), num_splits, parts[1], ordinal, overlaps)
         stages = (selection, *attention)
         level = None if candidate_blocks is None else self._candidate_level(shape, candidate_blocks, ordinal, overlaps)
-        return DecodeStepPlan(self.spec, self._driver, ordinal, shape, layout, memory, stages, determinism, level)
+        scoring = self._on(ordinal).by_role[LOGITS, COUNTED if counts else PAGED][0].slug
+        parts_of_plan = layout, memory, stages, determinism, scoring, level
+        return DecodeStepPlan(self.spec, self._driver, ordinal, shape, *parts_of_plan)
 
     def _candidate_level(self, shape: StepShape, wanted: int, ordinal: int, overlaps: bool) -> CandidateLevel:
         for form in ("blocks", "candidates"):
@@ -308,10 +310,7 @@ class StepOps(StepSelection, DecodeOps):
         on, dependent = self._on(plan._ordinal), plan.selection.is_dependent
         selected = partial(self._selecting_slugs, plan._ordinal)
         if candidates is None:
-            selecting = selected(plan.scores, plan.shape.k, dependent)
-            if plan.selection.counted is not None:
-                return (on.by_role[LOGITS, COUNTED][0].slug, selecting[-1], *plan.following.slugs)
-            return (on.by_role[LOGITS, PAGED][0].slug, *selecting, *plan.following.slugs)
+            return plan.slugs
         level = require_level(plan.candidates, candidates)
         if candidates == USE:
             inside = selected(level.compact, plan.shape.k, level.inside.is_dependent)

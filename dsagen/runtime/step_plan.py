@@ -87,6 +87,7 @@ class DecodeStepPlan:
         workspace: Tensor,
         stages: tuple[TopkPlan, SparseDecodePlan, SparseDecodePlan],
         determinism: str,
+        scoring: str,
         candidates: CandidateLevel | None = None,
     ) -> None:
         self.spec, self.shape, self.determinism = spec, shape, determinism
@@ -112,12 +113,26 @@ class DecodeStepPlan:
         self.behind = torch.arange(shape.next_n - 1, -1, -1, dtype=torch.int32, device=self.device)
         self._set_constants()
         self.has_ids = False
+        self._scoring = scoring
         # What layers share of candidate blocks, where the plan is for any.
         self.candidates = candidates
         # Page sizes by the shapes of calls whose stages fit each other: few, since caches and tables keep theirs.
         self.page_sizes: dict[tuple[object, ...], int] = {}
         self._stream: int | None = None
         self._lock = threading.Lock()
+
+    @property
+    def slugs(self) -> tuple[str, ...]:
+        """Names of a step's kernels without candidate blocks, in the order of their launches."""
+        return (self._scoring, *self.selection.slugs, *self.following.slugs)
+
+    def __repr__(self) -> str:
+        shape = ", ".join(f"{name}={value}" for name, value in vars(self.shape).items())
+        return (
+            f"DecodeStepPlan({shape}, kernels={list(self.slugs)}, num_splits={self.following.num_splits}, "
+            f"launches={len(self.slugs)}, workspace_bytes={self.workspace_bytes}, overlaps={self.overlaps}, "
+            f"device={str(self.device)!r})"
+        )
 
     @property
     def overlaps(self) -> bool:

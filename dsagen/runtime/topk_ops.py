@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -234,7 +235,9 @@ class TopkOps(OpMethods):
         device: Device | None,
         is_dependent: bool,
         counts: bool = False,
+        aligned: bool = False,
     ) -> TopkPlan:
+        """`aligned` says that rows of all calls begin at multiples of 16 bytes."""
         rows, width, k = sizes
         self._require_op(OP)
         ordinal = self._ordinal(device)
@@ -243,10 +246,12 @@ class TopkOps(OpMethods):
                 f"topk: no plan for {quantity(rows, 'row')} of {width} and k {k} exists, and making one during "
                 "CUDA graph capture is not possible: call plan_topk before the capture and pass its plan"
             )
-        chosen = self._choose_topk(ordinal, self._topk_shape(rows, width, k))
-        return TopkPlan(
-            self.spec, self._driver, ordinal, sizes, chosen.split, workspace, self._debug_sync, is_dependent, counts
-        )
+        shape = self._topk_shape(rows, width, k)
+        chosen = self._choose_topk(ordinal, shape)
+        taken = self._choose_topk(ordinal, replace(shape, lead=0)) if aligned else chosen
+        kernels = self._topk_kernels(ordinal, taken, is_dependent)
+        options = workspace, self._debug_sync, is_dependent, counts
+        return TopkPlan(self.spec, self._driver, ordinal, sizes, chosen.split, kernels, *options)
 
     def _topk_kernels(self, ordinal: int, chosen: Candidate, is_dependent: bool) -> tuple[KernelPlan, ...]:
         """Kernels of a call in the order of their launches, the first in its dependent form where that is asked for."""

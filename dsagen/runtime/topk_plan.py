@@ -13,6 +13,7 @@ from dsagen.errors import DsagenError, GuardError
 from dsagen.families.topk.guards import WORKSPACE_GUARD
 from dsagen.families.topk.op import Split
 from dsagen.guard import check
+from dsagen.plan import KernelPlan
 from dsagen.runtime.blocks import Number
 from dsagen.runtime.device_memory import no_memory
 from dsagen.runtime.driver import Driver
@@ -53,6 +54,7 @@ class TopkPlan:
         ordinal: int,
         shape: tuple[int, int, int],
         split: Split | None,
+        kernels: Sequence[KernelPlan],
         workspace: torch.Tensor | None = None,
         debug_sync: bool = False,
         is_dependent: bool = False,
@@ -60,6 +62,7 @@ class TopkPlan:
     ) -> None:
         assert split is not None or not counts, "rows that blocks share are counted"
         self.is_dependent = is_dependent
+        self._kernels = kernels[-1:] if counts else kernels
         self.spec, self._driver, self._ordinal = spec, driver, ordinal
         self.rows, self.width, self.k = shape
         self.device = driver.torch_device(ordinal)
@@ -81,6 +84,27 @@ class TopkPlan:
                     launches.reserve(self.workspace)
             # The first call may come on another stream than the one that sets zeros.
             driver.synchronize(ordinal, driver.current_stream(ordinal))
+
+    @property
+    def slugs(self) -> tuple[str, ...]:
+        """Names of a call's kernels, in the order of their launches: of rows that begin anywhere.
+
+        Those of a step's plan begin at multiples of 16 bytes, and their scores may come counted.
+        """
+        return tuple(kernel.slug for kernel in self._kernels)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether the first launch of a call begins while the one before it on the stream ends."""
+        return self.is_dependent and self._kernels[0].overlaps_previous
+
+    def __repr__(self) -> str:
+        parts = 1 if self._split is None else self._split.parts
+        return (
+            f"TopkPlan(rows={self.rows}, width={self.width}, k={self.k}, kernels={list(self.slugs)}, parts={parts}, "
+            f"launches={len(self.slugs)}, workspace_bytes={self.workspace_bytes}, overlaps={self.overlaps}, "
+            f"device={str(self.device)!r})"
+        )
 
     @property
     def workspace_bytes(self) -> int:

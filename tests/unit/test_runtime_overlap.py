@@ -3,6 +3,7 @@
 from functools import partial
 
 import pytest
+import torch
 from fake_driver import FakeDriver
 from test_runtime_step import BATCH, NEXT_N, WIDTH, K, attention, index, make
 
@@ -82,6 +83,33 @@ def test_what_is_told_of_a_step_is_what_its_plan_launches(requests, width, begin
     assert (only in text) is (begins_early is False)
     # Calls by themselves follow nothing of ours.
     assert "launch.dependent" not in kernels.explain("topk", batch=requests, width=width)
+
+
+def test_plans_say_what_they_are():
+    _, kernels = make()
+    plan = kernels.plan_decode_step(64, 1, 16_384, k=K)
+    scoring, selecting, attending = plan.slugs
+    assert plan.slugs == kernels.decode_step_slugs(plan)
+    size = kernels.decode_step_workspace_bytes(64, 1, 16_384, k=K)
+    assert repr(plan) == (
+        f"DecodeStepPlan(batch=64, next_n=1, max_seq_len=16384, k=32, kernels={[scoring, selecting, attending]}, "
+        f"num_splits=1, launches=3, workspace_bytes={size}, overlaps=True, device='cpu')"
+    )
+    assert repr(plan.selection) == (
+        f"TopkPlan(rows=64, width=16384, k=32, kernels={[selecting]}, parts=1, launches=1, workspace_bytes=0, "
+        "overlaps=True, device='cpu')"
+    )
+    split = kernels.plan_topk(2, 600_000, K)
+    count, select = kernels.topk_slugs(torch.zeros(2, 600_000), k=K)
+    assert repr(split) == (
+        f"TopkPlan(rows=2, width=600000, k=32, kernels={[count, select]}, parts=66, launches=2, "
+        f"workspace_bytes={split.workspace_bytes}, overlaps=False, device='cpu')"
+    )
+    decode = kernels.plan_sparse_decode(2, 1, 64, num_splits=1)
+    assert repr(decode) == (
+        f"SparseDecodePlan(batch=2, s_q=1, topk=64, kernels={list(decode.slugs)}, num_splits=1, "
+        "launches=1, workspace_bytes=0, overlaps=True, device='cpu')"
+    )
 
 
 def test_launches_do_not_overlap_where_the_arch_has_no_such_launches():
