@@ -277,9 +277,10 @@ def require_as_planned(plans: tuple[KernelPlan, ...], arch: str) -> None:
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_head_count_up_to_the_largest_is_among_them(arch: str, spec_name: str) -> None:
     def is_main(plan: KernelPlan) -> bool:
-        return (plan.variant.kernel, plan.variant.body) == ("main", decode.BODY)
+        return (plan.variant.family, plan.variant.kernel) == (decode.NAME, "main")
 
-    in_a_cta = [plan.variant.axis("n") for plan in every_plan(spec_name, arch) if is_main(plan)]
+    # Of either body: few heads have `hopper` where it is built.
+    in_a_cta = {plan.variant.axis("n") for plan in every_plan(spec_name, arch) if is_main(plan)}
     assert sorted(in_a_cta) == list(range(8, max(in_a_cta) + 8, 8))
     for heads in (1, 24, 61, 128):
         (main,) = [plan for plan in plans_of(spec_name, arch, heads) if is_main(plan)]
@@ -292,7 +293,7 @@ def test_a_kernel_that_moves_registers_is_held_to_exactly_what_was_planned(chang
     plan = plans_of("v32_h16", "sm_90a", 16)[0]
     unit = render(plan)
     other = replace(unit, plan={**unit.plan, "registers_cap": plan.registers_cap + change})
-    with pytest.raises(BuildError, match=r"\[B-0[34]\] .* takes 128 registers a thread"):
+    with pytest.raises(BuildError, match=r"\[B-0[34]\] .* takes 96 registers a thread"):
         build_units([other], Store.open(), lambda: toolchain_for("sm_90a"))
 
 
