@@ -141,6 +141,13 @@ class DimsSpec(_Part):
     d_v: int = Field(ge=1, le=MAX_ROW_ELEMENTS)
 
 
+def _no_fraction(value: Any, place: tuple[str, str], allowed: str) -> Any:
+    # A literal takes what equals it, 2.0 for 2.
+    if isinstance(value, float):
+        raise problem(place, f"is not allowed: must be {allowed}", value)
+    return value
+
+
 class LseSpec(_Part):
     """Base of the returned log-sum-exp, and its value for a row without keys."""
 
@@ -149,11 +156,8 @@ class LseSpec(_Part):
 
     @field_validator("base", mode="before")
     @classmethod
-    def _no_fraction(cls, value: Any) -> Any:
-        # A literal takes what equals it.
-        if isinstance(value, float):
-            raise problem(("lse", "base"), "is not allowed: must be 'e' or 2", value)
-        return value
+    def _whole_base(cls, value: Any) -> Any:
+        return _no_fraction(value, ("lse", "base"), "'e' or 2")
 
 
 class KvWriteSpec(_Part):
@@ -190,11 +194,8 @@ class IndexSpec(_Part):
 
     @field_validator("dim", mode="before")
     @classmethod
-    def _no_fraction(cls, value: Any) -> Any:
-        # As in LseSpec.
-        if isinstance(value, float):
-            raise problem(("index", "dim"), "is not allowed: must be 32, 64 or 128", value)
-        return value
+    def _whole_dim(cls, value: Any) -> Any:
+        return _no_fraction(value, ("index", "dim"), "32, 64 or 128")
 
     @field_validator("forms", mode="before")
     @classmethod

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dsagen.errors import FrozenError, GuardError
-from dsagen.families.sparse_decode.choice import Candidate, candidates, choose, judge_choice
+from dsagen.families.sparse_decode.choice import Candidate, candidates, choose, first_fitting, judge_choice
 from dsagen.families.sparse_decode.choice_table import ChoiceTables, Decision
 from dsagen.families.sparse_decode.op import WORKSPACE_ALIGNMENT_BYTES, DecodeShape
 from dsagen.guard import require_int
@@ -373,7 +373,7 @@ class DecodeOps(OpMethods):
             self._decide(kernels, shape),
         )
         judged = candidates(kernels.mains, *given, self._launches)
-        chosen = next((found for found in judged if not found.refusals), None)
+        chosen = first_fitting(judged)
         # Of a table or the knob a cluster that does not fit is an error; the cost model can do without.
         asked = self._launches is not None or (chosen is not None and chosen.row is not None)
         if chosen is None or asked or not chosen.partition.one_launch or self._fits_cluster(kernels, chosen):

@@ -8,7 +8,7 @@ from dataclasses import replace
 from dsagen.dependent import CHAIN_OPS, LEAST_REQUESTS, is_dependent
 from dsagen.families.indexer_logits.forms import BLOCKS, CANDIDATES, COUNTED, PAGED
 from dsagen.families.indexer_logits.op import most_counted
-from dsagen.families.sparse_decode.choice import explain_choice
+from dsagen.families.sparse_decode.choice import explain_choice, first_fitting
 from dsagen.families.topk.op import TopkShape, explain_call, most_lead
 from dsagen.plan import KernelPlan
 from dsagen.quantity import quantity
@@ -48,7 +48,7 @@ class StepExplaining(StepOps):
         """What a call of these sizes takes: batch, s_q, topk and extra_topk. `overlaps` as of a step's plan."""
         shape = self._shape(*sizes)
         judged = self._judge(kernels, shape, num_splits)
-        chosen = next((found for found in judged if not found.refusals), None)
+        chosen = first_fitting(judged)
         launched = kernels.dependent(chosen.plan) if overlaps and chosen is not None else None
         text = explain_choice(judged, shape, self._decide(kernels, shape), launched)
         combines = chosen is not None and chosen.partition.combine_ctas
@@ -67,7 +67,7 @@ class StepExplaining(StepOps):
         stage_bytes = self._stage_bytes(shape, widths, num_splits, ordinal)
         layout = layout_of(shape, str(self.spec.scores), *stage_bytes)
         overlaps, counts = self._overlaps(None, shape.batch, ordinal), self._counts(None, shape, ordinal)
-        selection = TopkShape(shape.rows, shape.max_seq_len, shape.k, self.spec.most_selected)
+        selection = self._selection_of(shape)
         launched = self._topk_kernels(ordinal, self._choose_topk(ordinal, selection), overlaps)
         # What counts scores takes the place of the first pass.
         selecting = launched[-1:] if counts else launched
@@ -98,13 +98,13 @@ class StepExplaining(StepOps):
         """
         if not self._can_overlap(ordinal):
             return []
-        limit = f"measured to be faster from {LEAST_REQUESTS} requests on"
+        limit = f"from {LEAST_REQUESTS} requests on: an H200 is faster so with 128, slower with 16"
         if self._overlaps(None, requests, ordinal):
             if begins_early:
-                return [f"top-k and attention begin while the stage before them ends: {limit}"]
+                return [f"top-k and attention begin while the stage before them ends ({limit})"]
             text = "of so many rows, or such long ones, top-k begins behind the scores"
-            return [f"attention begins while top-k ends: {limit}; {text}"]
-        return [f"top-k begins behind the scores; overlapping launches are {limit} (overlap=True asks for them)"]
+            return [f"attention begins while top-k ends ({limit}); {text}"]
+        return [f"top-k begins behind the scores; launches overlap {limit} (overlap=True asks for it)"]
 
     def _explain_counts(self, shape: StepShape, ordinal: int) -> list[str]:
         """Whether scores are counted where they are made, of a spec that declares it."""
@@ -113,13 +113,13 @@ class StepExplaining(StepOps):
         kernel = self._on(ordinal).by_role[LOGITS, COUNTED][0]
         if self._counts(None, shape, ordinal):
             return [f"scores are counted by {kernel.slug}, and row_split selects without a first pass"]
-        selection = TopkShape(shape.rows, shape.max_seq_len, shape.k, self.spec.most_selected)
-        cluster = self._choose_topk(ordinal, selection).cluster
+        cluster = self._choose_topk(ordinal, self._selection_of(shape)).cluster
         reason = "rows that no blocks share have no first pass"
         if cluster > 1:
             reason = f"clusters of {cluster} CTAs hold the rows, and read them once"
         elif shape.next_n > most_counted(kernel):
             reason = f"{kernel.slug} has room for counts of {quantity(most_counted(kernel), 'token')} of a request"
         elif shape.rows > step_ops.MOST_COUNTED_ROWS:
-            reason = f"measured on an H200 it brings nothing for more than {step_ops.MOST_COUNTED_ROWS} tokens"
+            most = step_ops.MOST_COUNTED_ROWS
+            reason = f"more than {most} tokens (histogram=True asks for it): of 1 an H200 is faster so, of 16 slower"
         return [f"scores are not counted where they are made: {reason}"]

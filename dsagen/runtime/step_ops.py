@@ -47,10 +47,8 @@ if TYPE_CHECKING:
 
 STEP = "decode_step"
 LOGITS = "indexer_logits"
-
-
 # Tokens of a step whose scores are counted where they are made unless the caller says so: 35.8 instead of 37.7 us for
-# one request of 128 K keys on an H200, and 126.2 instead of 123.7 for 16.
+# one request of 128 K keys on an H200, and 126.2 instead of 123.7 for 16. The limit lies between.
 MOST_COUNTED_ROWS = 4
 
 
@@ -242,10 +240,10 @@ class StepOps(StepSelection, DecodeOps):
         the arch has it; attention with body `hopper` always does. `candidate_blocks` are how many blocks of 8 keys a
         layer chooses for each token (V4.1: 2048), for which the plan allocates memory. `histogram` counts scores where
         they are made, in the place of top-k's first pass, by default where the spec declares it, blocks share rows and
-        there are few; results are the same. `workspace` is uint8 memory of `decode_step_workspace_bytes` that serves
-        nothing else; without it the plan allocates its own. Loads attention's kernels; `prepare` loads those of the
-        other stages, too, which a first call under capture needs. GuardError for sizes past a limit, FrozenError during
-        graph capture.
+        there are few; results are the same, and a traced step takes the default. `workspace` is uint8 memory of
+        `decode_step_workspace_bytes` that serves nothing else; without it the plan allocates its own. Loads attention's
+        kernels; `prepare` loads those of the other stages, too, which a first call under capture needs. GuardError for
+        sizes past a limit, FrozenError during graph capture.
         """
         ordinal, shape, widths = self._step_shape(batch, next_n, max_seq_len, k, window, device)
         if self._driver.is_capturing(ordinal):
@@ -344,6 +342,10 @@ class StepOps(StepSelection, DecodeOps):
             )
         return asked
 
+    def _selection_of(self, shape: StepShape) -> TopkShape:
+        """A step's call of top-k, whose scores lie as the plan's own: at multiples of 16 bytes."""
+        return TopkShape(shape.rows, shape.max_seq_len, shape.k, self.spec.most_selected)
+
     def _counts(self, asked: bool | None, shape: StepShape, ordinal: int) -> bool:
         """Whether a step's scores are counted where they are made; GuardError where that is asked for and cannot be."""
         if asked is not None and not require_bool("histogram", asked):
@@ -354,9 +356,7 @@ class StepOps(StepSelection, DecodeOps):
                 raise GuardError(f"[T-22] histogram: {text}")
             return False
         values = {"next_n": shape.next_n, "counted": most_counted(self._on(ordinal).by_role[LOGITS, COUNTED][0])}
-        # As the plan's own scores lie: at multiples of 16 bytes.
-        selection = TopkShape(shape.rows, shape.max_seq_len, shape.k, self.spec.most_selected)
-        chosen = self._choose_topk(ordinal, selection)
+        chosen = self._choose_topk(ordinal, self._selection_of(shape))
         shares = chosen.split is not None
         if asked:
             check([COUNTED_GUARD], values)

@@ -32,7 +32,7 @@ from dsagen.families.indexer_logits.reference import counts_reference, limits_re
 from dsagen.matrix import expand
 from dsagen.plan import Variant
 from dsagen.runtime.emulated import EmulatorDriver
-from dsagen.runtime.indexer import FORM, LogitsTensors, bind, out_arguments
+from dsagen.runtime.indexer import FORM, LogitsCall, LogitsTensors, bind, out_arguments
 from dsagen.runtime.indexer_blocks import FORM as BLOCKS_FORM
 from dsagen.runtime.indexer_blocks import BlockTensors, bind_blocks, result_arguments
 from dsagen.runtime.indexer_candidates import FORM as CANDIDATES_FORM
@@ -145,9 +145,7 @@ class EmulatedIndexer:
         q_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         given = LogitsTensors(*tensors, q_scales, out)
-        driver = EmulatorDriver(arch_row(self.spec.archs[0]))
-        shape, arguments = bind(given, None, unscored_up_to, fill_neg_inf, self.spec, driver)
-        part = partition_of(self.kernel.plan, shape, self.sms)
+        (_, arguments), part = self._bound(given, unscored_up_to, fill_neg_inf)
         values = {**arguments, **shared_values(part), **out_arguments(out)}
         memory = placed(given, FORM, values)
         if self.page_stride_bytes is not None:
@@ -155,6 +153,11 @@ class EmulatedIndexer:
         memory = after_grid(self.kernel, memory, self.written_before)
         self.kernel.launch(part.blocks, values, memory, self.seed, self.schedule)
         return out
+
+    def _bound(self, given: LogitsTensors, unscored_up_to: int, fills: bool) -> tuple[LogitsCall, Partition]:
+        driver = EmulatorDriver(arch_row(self.spec.archs[0]))
+        call = bind(given, None, unscored_up_to, fills, self.spec, driver)
+        return call, partition_of(self.kernel.plan, call.shape, self.sms)
 
     def _spread_pages(self, pool: torch.Tensor, memory: Memory) -> dict[str, int]:
         assert self.page_stride_bytes is not None
@@ -184,9 +187,7 @@ class EmulatedCounts(EmulatedIndexer):
         q_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         given = LogitsTensors(*tensors, q_scales, out)
-        driver = EmulatorDriver(arch_row(self.spec.archs[0]))
-        shape, arguments = bind(given, None, unscored_up_to, fill_neg_inf, self.spec, driver)
-        part = partition_of(self.kernel.plan, shape, self.sms)
+        (shape, arguments), part = self._bound(given, unscored_up_to, fill_neg_inf)
         histograms = torch.full((shape.tokens, 1 << self.kernel.plan.constant("kDigitBits")), self.before).int()
         values = {**arguments, **shared_values(part), **out_arguments(out), "histograms": 0}
         memory = placed(given, FORM, values)

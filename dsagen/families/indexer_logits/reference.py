@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dsagen.dtype import ElementType
+from dsagen.families.topk.geometry import DIGIT_BITS
 from dsagen.index_format import SCALE_WORD_BYTES, IndexFormat
 
 # Of the reference at a time: an intermediate of fp64.
@@ -67,7 +68,7 @@ def scaled_values(record: IndexFormat, codes: Tensor, words: Tensor) -> Tensor:
 
 
 def counts_reference(scores: Tensor, limits: Tensor, unscored_up_to: int) -> Tensor:
-    """int32 [tokens, 2048]: how many scores of a token, in columns below its limit, have each first digit of 11 bits.
+    """int32 [tokens, bins]: how many scores of a token, in columns below its limit, have each first digit of a key.
 
     The digit is that of a top-k's keys, unsigned numbers of 32 bits in the order of scores: NaN is lowest, then -inf,
     and -0 equals +0. scores are [tokens, width] of any float dtype, limits [tokens]; tokens of no more keys than
@@ -77,10 +78,10 @@ def counts_reference(scores: Tensor, limits: Tensor, unscored_up_to: int) -> Ten
     bits = torch.where(x == 0, 0.0, x).contiguous().view(torch.int32).long()
     # Of negative numbers the larger has the smaller bits, sign aside. NaN has the digit below all that numbers have.
     ordered = torch.where(bits < 0, -1 - (bits & 0x7FFFFFFF), bits) + (1 << 31)
-    digits = torch.where(x.isnan(), 0, (ordered >> 21) + 1)
+    digits = torch.where(x.isnan(), 0, (ordered >> (32 - DIGIT_BITS)) + 1)
     scored = torch.where(limits <= unscored_up_to, 0, limits)
     seen = torch.arange(scores.shape[1], device=scores.device) < scored[:, None]
-    counts = torch.zeros(scores.shape[0], 2048, dtype=torch.int32, device=scores.device)
+    counts = torch.zeros(scores.shape[0], 1 << DIGIT_BITS, dtype=torch.int32, device=scores.device)
     return counts.scatter_add_(1, digits, seen.int())
 
 

@@ -135,11 +135,16 @@ def check_columns(widths: tuple[int, int], capacities: tuple[int, int], names: M
         check([guard], _column_values(widths, capacities), name=names[guard.guard_id])
 
 
+def first_fitting(judged: Sequence[Candidate]) -> Candidate | None:
+    """The first candidate that no guard refuses, which is the one to take."""
+    return next((candidate for candidate in judged if not candidate.refusals), None)
+
+
 def choose(judged: Sequence[Candidate]) -> Candidate:
     """The first candidate that no guard refuses; GuardError with each one's refusal otherwise."""
-    for candidate in judged:
-        if not candidate.refusals:
-            return candidate
+    chosen = first_fitting(judged)
+    if chosen is not None:
+        return chosen
     if len(judged) == 1:
         raise GuardError(f"{judged[0].refusals[0]} ({judged[0].plan.slug})")
     listed = "\n  ".join(f"{candidate.refusals[0]} ({candidate.plan.slug})" for candidate in judged)
@@ -164,7 +169,7 @@ def explain_choice(
     lines += [f"choice table: not taken: {reason}" for reason in decision.ignored]
     of_call = (*TENSOR_GUARDS, *ARGUMENT_GUARDS)
     lines += ["checked on the arguments of each call:", *(f"  [{g.guard_id}] {g.expression}" for g in of_call)]
-    chosen = next((candidate for candidate in judged if not candidate.refusals), None)
+    chosen = first_fitting(judged)
     if chosen is None:
         return "\n".join([*lines, "chosen: none"])
     part = chosen.partition

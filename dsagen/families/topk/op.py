@@ -182,18 +182,22 @@ def _slugs(found: Candidate) -> str:
     return " + ".join(plan.slug for plan in found.plans)
 
 
+def _held_scores(plan: KernelPlan) -> int:
+    """Scores that a block of the kernel holds in shared memory."""
+    bits = SCORE_TYPES[str(plan.variant.axis("score"))].bits
+    return plan.threads * plan.constant("kWords") * WORD_BYTES * 8 // bits
+
+
 def _judge_resident(plan: KernelPlan, shape: TopkShape, sm_count: int) -> Candidate:
-    word_scores = WORD_BYTES * 8 // SCORE_TYPES[str(plan.variant.axis("score"))].bits
-    values = {**shape.values, "row_scores": plan.threads * plan.constant("kWords") * word_scores}
+    values = {**shape.values, "row_scores": _held_scores(plan)}
     ctas = min(shape.rows, sm_count * resident_ctas(plan))
     return Candidate((plan,), not FIT_GUARD.holds(values), ctas, _verdict(FIT_GUARD, values))
 
 
 def _judge_cluster(plan: KernelPlan, shape: TopkShape, cluster: int, clusters: int) -> Candidate:
-    vector_scores = VECTOR_BYTES * 8 // SCORE_TYPES[str(plan.variant.axis("score"))].bits
+    vector_scores = most_lead(str(plan.variant.axis("score"))) + 1
     vectors = -(-(shape.width + shape.lead) // vector_scores)
-    held = plan.threads * plan.constant("kWords") * WORD_BYTES // VECTOR_BYTES * vector_scores
-    part = {"part_scores": -(-vectors // cluster) * vector_scores, "row_scores": held}
+    part = {"part_scores": -(-vectors // cluster) * vector_scores, "row_scores": _held_scores(plan)}
     values = {**shape.values, **part, "cluster": cluster, "clusters": clusters}
     refused, ctas = not CLUSTER_GUARD.holds(values), shape.rows * cluster
     return Candidate((plan,), refused, ctas, _verdict(CLUSTER_GUARD, values), cluster=cluster)
